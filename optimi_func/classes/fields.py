@@ -243,7 +243,8 @@ def made_field(name: str, annotation: object, default: Any) -> Field[Any, Any]:
     else:
         bounds = {"least": -math.inf} if min(numbers, default=0.0) < 0.0 else {}
         bounds |= {"most": math.inf} if math.inf in numbers else {}
-        bounds |= {"below": 1.0} if name == "betas" and max(numbers) < 1.0 else {}
+        largest = max(numbers, default=1.0)
+        bounds |= {"below": 1.0} if name == "betas" and largest < 1.0 else {}
         kind: Any = Floats if isinstance(default, tuple) and floats else Float
         field = kind(*values, **bounds)
     field.name, field.argument, field.plain = name, annotation, True

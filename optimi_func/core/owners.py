@@ -30,22 +30,17 @@ class Holders(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """Return the multiplications of its map."""
-        return map_cost(self.shape)
+        """Return the multiplications of powers of the smaller Gram matrix, for a map."""
+        rows, *rest = self.shape or (1,)
+        stack, rows = (rows, rest.pop(0)) if len(rest) == 2 else (1, rows)
+        short, long = sorted((rows, math.prod(rest)))
+        return stack * short * short * (2 * long + short)
 
     def lengths(self) -> list[int]:
         """Return the number of elements of each shard, cut as by torch.chunk."""
         size, row = self.shape[self.dim or 0], math.prod(self.shape)
         step, row = -(-size // self.parts), row // max(1, size)
         return [row * max(0, min(step, size - i * step)) for i in range(self.parts)]
-
-
-def map_cost(shape: tuple[int, ...]) -> int:
-    """Return the multiplications of powers of a matrix's smaller Gram matrix."""
-    rows, *rest = shape or (1,)
-    stack, rows = (rows, rest.pop(0)) if len(rest) == 2 else (1, rows)
-    short, long = sorted((rows, math.prod(rest)))
-    return stack * short * short * (2 * long + short)
 
 
 class Owned(NamedTuple):

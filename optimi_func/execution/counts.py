@@ -38,7 +38,6 @@ class Counts:
         flagged: bool,
     ) -> None:
         self._rows, self._on_host, self._flagged = rows, on_host, flagged
-        self._shape = width, counted
         self._slices = [slice(rows + i, None, width) for i in range(counted)]
         tensors = self.tensors(given)
         self._expected = array("d", [0.0] * len(tensors) if on_host else ())
@@ -71,10 +70,6 @@ class Counts:
         places = {keys[row]: i for i, row in enumerate(self._firsts)}
         self.at = [places[key] for key in keys]
         self._versions = [] if self._on_host else list(map(_version, tensors))
-
-    def part(self, given: list[Tensor], rows: int) -> "Counts":
-        """Return those of some parameters."""
-        return Counts(given, rows, *self._shape, self._on_host, self._flagged)
 
     def tensors(self, given: list[Tensor]) -> list[Tensor]:
         """Return the step counts, then the first running scalar of each, and so on."""

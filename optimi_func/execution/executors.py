@@ -15,7 +15,7 @@ import torch
 from optimi_func.core.checks import warn_user
 from optimi_func.core.codes import GROUP, is_low
 from optimi_func.core.leaf import compute_dtype, count_means
-from optimi_func.core.lists import chunks
+from optimi_func.core.lists import chunks, grouped
 from optimi_func.core.rule import Rule
 from optimi_func.execution.codecs import (
     are_exact,
@@ -41,7 +41,7 @@ from optimi_func.execution.launches import (
 )
 from optimi_func.execution.list_kernel import ListKernel, may_replace, replacing
 from optimi_func.execution.measured import MeasuredLaunch, ShardedLaunch
-from optimi_func.execution.slots import Update, alike, by_count, split_twins
+from optimi_func.execution.slots import Update, alike, split_twins
 from optimi_func.execution.tensors import is_capturing
 from optimi_func.execution.triton_list import TritonListKernel
 from optimi_func.execution.wholes import elementwise, plan_shaped, plan_wholes
@@ -99,11 +99,9 @@ def plan_launches(
     ]
     launches = planned(compress(updates, [not held for held in together]))
     if rule.measure is not None and rule.means is None:
-        by_place, inner = {u.place: u for u in updates}, launches
-        launches = list[Launch]()
-        for launch in inner:
-            members = [by_place[i] for i in launch.places]
-            launches.append(MeasuredLaunch(rule.measure.number, launch, members))
+        number, by_place = rule.measure.number, {u.place: u for u in updates}
+        rows = [(x, [by_place[i] for i in x.places]) for x in launches]
+        launches = [MeasuredLaunch(number, *row) for row in rows]
     if any(together):
         sharded = list(compress(updates, together))
         launches.append(ShardedLaunch(rule, planned(iter(sharded)), sharded, write))
@@ -170,16 +168,16 @@ def _plan_kernels(rule: Rule, updates: list[Update], write: bool) -> list[Launch
     fit = [u.slot.numel >= least and u.slot.numel % group == 0 for u in updates]
     launches = plan_eager(rule, list(compress(updates, [not x for x in fit])), write)
     direct = list(compress(updates, fit))
-    if not isinstance(run, ListKernel | TritonListKernel):
-        return launches + [KernelLaunch(run, mean, count, x) for x in by_count(direct)]
-    for batch in split_twins(direct):
+    in_one_call = isinstance(run, ListKernel | TritonListKernel)
+    for batch in split_twins(direct) if in_one_call else [direct]:
         if isinstance(run, ListKernel) and (mean is None or isinstance(mean, ListKernel)):
             parts = [batch]
             if mean is not None:
                 parts = list(chunks(batch, MEASURED, lambda u: u.slot.numel))
             launches += [ListLaunch(run, mean, count, part) for part in parts]
         else:
-            launches += [KernelLaunch(run, mean, count, x) for x in by_count(batch)]
+            same = grouped(batch, lambda u: u.at).values()
+            launches += [KernelLaunch(run, mean, count, x) for x in same]
     return launches
 
 

@@ -273,13 +273,9 @@ class EagerLaunch(Launch):
 class KernelLaunch(Launch):
     """Parameters that share their kernels, which are called for each of them.
 
-    A TritonListKernel is called once for all.
-
-    Args:
-        kernel: Updates a parameter; with means, it reads them after the scalars.
-        mean: Measures a parameter, and writes means there; None if there are none.
-        count: Number of means.
-        updates: Updates of one kind.
+    A TritonListKernel is called once for all. `mean` measures a parameter and writes so
+    many means (`count`) after the scalars, where `kernel` reads them; None if there are
+    none.
     """
 
     movable = True

@@ -128,7 +128,8 @@ class ClassPlan(Plan):
         tensors = self.made = to_local(full) if self.viewed else full
         self._guard = Guard(self._present(tensors), addresses=True)
         shape = len(params), len(self._names), self._counted
-        self.counts = Counts(tensors, *shape, not capturable, flagged)
+        self._counting = *shape, not capturable, flagged
+        self.counts = Counts(tensors, *self._counting)
         names = [name for name in every if name != "kahan_comp"]
         local, whole = (self.columns(x, [None] * len(params)) for x in (tensors, full))
         self.holders = [x for x in holders if x is not None]
@@ -151,7 +152,7 @@ class ClassPlan(Plan):
         plan = copy(self)
         plan.made, plan._guard, plan._known = tensors, guard, {}
         plan._lengths = list(map(len, entries))
-        plan.counts = self.counts.part(tensors, len(params))
+        plan.counts = Counts(tensors, *self._counting)
         columns = plan.columns(tensors, [None] * len(params))
         places = enumerate(plan.slots)
         rows = [tuple([columns[k][i].data_ptr() for k in x.columns]) for i, x in places]

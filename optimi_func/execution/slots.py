@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
-from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -177,11 +176,6 @@ def alike(updates: list[Update], counted: bool) -> list[list[Update]]:
         return *tensors, u.plain, u.g.dtype, u.g.device, scalars
 
     return [*grouped([u for u in updates if u.slot.numel], kind).values()]
-
-
-def by_count(updates: list[Update]) -> list[list[Update]]:
-    """Group updates by the index of their scalars."""
-    return [*grouped(updates, attrgetter("at")).values()]
 
 
 def split_twins(updates: list[Update]) -> Iterator[list[Update]]:

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,13 @@ def is_capturing(device: torch.device) -> bool:
     """Return True if launches of this thread are captured in a CUDA graph."""
     built = device.type == "cuda" and torch.backends.cuda.is_built()
     return built and torch.cuda.is_current_stream_capturing()
+
+
+def current_stream(device: torch.device) -> Any:
+    """Return the CUDA stream that this thread launches on, or None."""
+    # A fake tensor can be on a GPU that this build of torch does not support.
+    built = device.type == "cuda" and torch.backends.cuda.is_built()
+    return torch.cuda.current_stream(device) if built else None
 
 
 def is_plainly_strided(x: Tensor) -> bool:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func.execution.tensors import foreach_add_, is_capturing
+from optimi_func.execution.tensors import current_stream, foreach_add_, is_capturing
 
 # Elements of a block, its warps, and the elements of a tensor's rest that these take at a
 # time. One element per thread needs few registers.
@@ -75,14 +75,6 @@ class Pointer(NamedTuple):
 
     role: int  # index of our argument: scalars, p, g, and the rest
     dtype: torch.dtype
-
-
-class Parts(NamedTuple):
-    """The parts of Inductor's kernel that a list kernel is made of."""
-
-    text: str  # source of its module
-    pointers: list[Pointer]  # its arguments, in its order
-    options: dict[str, object]  # that Triton compiles with
 
 
 def list_source(text: str, pointers: Sequence[Pointer]) -> str | None:
@@ -136,7 +128,7 @@ class DeviceTable:
         self._upload()
 
     def _upload(self) -> None:
-        self._stream = _stream(self._device)
+        self._stream = current_stream(self._device)
         self._table, self._rows = [_uploaded(x, self._device) for x in self._host]
         self._gradients: tuple[array[int], Tensor] | None = None
 
@@ -144,7 +136,7 @@ class DeviceTable:
         """Return the gradients' addresses, the table, and the row of each block."""
         if is_capturing(self._device):
             return self._captured(gradients)
-        if _stream(self._device) != self._stream:
+        if current_stream(self._device) != self._stream:
             # torch may reuse memory of another stream while this one still reads it.
             self._upload()
         if self._gradients is None or self._gradients[0] != gradients:
@@ -162,10 +154,6 @@ class DeviceTable:
         own = (self._table, self._rows)
         _captured.append(own if self._gradients is None else (*own, self._gradients[1]))
         return pointers, *own
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def _uploaded(values: "array[int]", device: torch.device) -> Tensor:
@@ -214,10 +202,13 @@ def triton_list_kernel_of(
 
     try:
         parts = _parts(generated, order, [x[:64].clone() for x in example])
-        if parts is None or (source := list_source(parts.text, parts.pointers)) is None:
+        if parts is None or (source := list_source(*parts[:2])) is None:
             return None
+        # Both kernels have to fuse products into sums, or neither, to give the same bits.
+        options: dict[str, object] = {"num_warps": WARPS, "num_stages": 1}
+        options["enable_fp_fusion"] = parts[2]
         function = PyCodeCache.load(source).all_blocks
-        kernel = TritonListKernel(single, function, parts.options)
+        kernel = TritonListKernel(single, function, options)
         return kernel if _agrees(kernel, example) else None
     except Exception:
         return None
@@ -225,8 +216,11 @@ def triton_list_kernel_of(
 
 def _parts(
     generated: Callable[[list[object]], object], order: list[int], example: list[Tensor]
-) -> Parts | None:
-    """Return the parts of the Triton kernel that `generated` launches, if it is one."""
+) -> tuple[str, list[Pointer], bool] | None:
+    """Return the source, arguments and fusion of the kernel that `generated` launches.
+
+    None if it launches several, or no Triton kernel.
+    """
     scope = _scope(generated)
     kernels = {name: x for name, x in scope.items() if hasattr(x, "triton_meta")}
     if len(kernels) != 1:
@@ -247,14 +241,8 @@ def _parts(
         if not isinstance(x, Tensor) or x.data_ptr() not in places:
             return None
         pointers.append(Pointer(places[x.data_ptr()], x.dtype))
-    # Both kernels have to fuse products into sums, or neither, to give the same bits.
     fused = bool(kernel.triton_meta.get("enable_fp_fusion", True))
-    options: dict[str, object] = {
-        "num_warps": WARPS,
-        "num_stages": 1,
-        "enable_fp_fusion": fused,
-    }
-    return Parts(Path(kernel.filename).read_text(), pointers, options)
+    return Path(kernel.filename).read_text(), pointers, fused
 
 
 def _scope(generated: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from optimi_func.core.distributed import is_distributed, to_local
 from optimi_func.core.rule import WHOLE_BATCH, Scalar
 from optimi_func.core.torch_private import is_plain
 from optimi_func.execution.sums import Part
+from optimi_func.execution.tensors import current_stream
 from optimi_func.gradient_release.norms import Norm, as_scalar
 
 # Small gradients wait up to this many bytes, or the end of backward, for each other.
@@ -177,13 +178,6 @@ class SinceStep:
         late = "it comes a step late under gradient release. Set it before backward"
         where = "in the backward that moved the parameters, and is"
         return {k: f"{k} was {self.used[k]} {where} {now[k]} now: {late}" for k in changed}
-
-
-def current_stream(device: torch.device) -> Any:
-    """Return the CUDA stream that this thread launches on, or None."""
-    # A fake tensor can be on a GPU that this build of torch does not support.
-    built = device.type == "cuda" and torch.backends.cuda.is_built()
-    return torch.cuda.current_stream(device) if built else None
 
 
 def wait_for(streams: Iterable[object], device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """Norms of gradients and checks for inf and NaN, over all shards of a DTensor."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +14,8 @@ from optimi_func.core.distributed import (
 )
 from optimi_func.core.lists import grouped
 from optimi_func.core.math import total_norm
-from optimi_func.core.rule import WHOLE_BATCH, Scalar
-from optimi_func.core.torch_private import clip_factor, norms_of
-from optimi_func.gradient_release.options import ReleaseOptions
-
-if TYPE_CHECKING:
-    from optimi_func.gradient_release.backward import Backward
+from optimi_func.core.rule import Scalar
+from optimi_func.core.torch_private import norms_of
 
 
 class Norm(NamedTuple):
@@ -79,72 +75,3 @@ def is_finite(g: Tensor, norm: Norm, host: bool) -> Tensor:
     # g.isfinite() would allocate a tensor of g's shape.
     low, high = g.aminmax()
     return low.isfinite() & high.isfinite()
-
-
-class Measures:
-    """The part of a runner that measures gradients, to clip or to skip them."""
-
-    options: ReleaseOptions
-    optimizer: Any
-    skipped: dict[Tensor, Tensor]  # the number of skipped updates
-    finites: list[Tensor]  # of gradients that were measured, if steps are skipped
-
-    def _on_host(self, p: Tensor) -> bool:
-        """Return True if reading the scalars of p's update does not wait for a device."""
-        capturable = self.optimizer.group_of(p)["capturable"]
-        return p.device.type == "cpu" and not capturable
-
-    def norms_to_clip(self, params: list[Tensor], grads: list[Tensor]) -> list[Norm]:
-        """Return the gradients' norms, with 0 for those that will be skipped."""
-        norms = local_norms(grads)
-        if self.options.skips_steps:
-            self.finites += map(
-                is_finite, to_local(grads), norms, map(self._on_host, params)
-            )
-            return norms
-        if not self.options.skip_nonfinite:
-            return norms
-        finites = are_finite(grads, norms, list(map(self._on_host, params)))
-        return [
-            norm._replace(value=torch.where(finite, norm.value, 0.0))
-            for finite, norm in zip(finites, norms)
-        ]
-
-    def _skip(self, p: Tensor, skipped: Tensor) -> None:
-        if p not in self.skipped:
-            self.skipped[p] = torch.zeros((), dtype=torch.int64, device=p.device)
-        self.skipped[p].add_(skipped)
-
-    def grad_scale_of(self, norms: list[Norm]) -> Tensor:
-        """Return the factor that clips all gradients, from their norms."""
-        return clip_factor(self.options.clip_global_norm, global_norm(norms))
-
-    def _finite(
-        self, params: list[Tensor], grads: list[Tensor], norms: list[Norm]
-    ) -> tuple[list[int], list[Tensor | None]]:
-        """Return the indices of gradients to apply, with a flag if a device decides."""
-        flags: dict[int, Tensor | None] = {}
-        hosts = list(map(self._on_host, params))
-        finites = are_finite(grads, norms, hosts)
-        for i, (p, finite, host) in enumerate(zip(params, finites, hosts)):
-            if host and finite:
-                flags[i] = None
-                continue
-            self._skip(p, ~finite)
-            if not host:
-                flags[i] = finite
-        return list(flags), list(flags.values())
-
-    def _grad_scales(
-        self, backward: "Backward", params: list[Tensor], norms: list[Norm]
-    ) -> list[Scalar]:
-        limit = self.options.clip_param_norm
-        if limit is None and backward.grad_scale is None:
-            return [WHOLE_BATCH.grad_scale] * len(params)
-        hosts = list(map(self._on_host, params))
-        if limit is None:
-            return list(map(backward.grad_scale_for, params, hosts))
-        return [
-            as_scalar(clip_factor(limit, norm.value), p, host)
-            for p, norm, host in zip(params, whole_norms(norms), hosts)
-        ]

@@ -20,8 +20,8 @@ from optimi_func.core.distributed import (
     redistribute_like,
     to_local,
 )
-from optimi_func.core.rule import Microbatch
-from optimi_func.core.torch_private import is_plain
+from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Scalar
+from optimi_func.core.torch_private import clip_factor, is_plain
 from optimi_func.execution.executors import SMALL
 from optimi_func.gradient_release.backward import (
     PENDING_BYTES,
@@ -31,10 +31,13 @@ from optimi_func.gradient_release.backward import (
     record,
 )
 from optimi_func.gradient_release.norms import (
-    Measures,
     Norm,
+    are_finite,
+    as_scalar,
     global_norm,
+    is_finite,
     local_norms,
+    whole_norms,
 )
 from optimi_func.gradient_release.options import ReleaseOptions
 from optimi_func.gradient_release.tree import TreeOptimizer
@@ -46,7 +49,7 @@ NO_DDP = (
 )
 
 
-class Runner(Measures):
+class Runner:
     """The hooks of one model and optimizer, and what they carry between backwards."""
 
     group: "distributed.ProcessGroup | None" = None  # gradients are averaged over it
@@ -425,6 +428,66 @@ class Runner(Measures):
                 self.cycle.buffer.pop(p, None)
         else:
             partially_updated.update(params)
+
+    def _on_host(self, p: Tensor) -> bool:
+        """Return True if reading the scalars of p's update does not wait for a device."""
+        capturable = self.optimizer.group_of(p)["capturable"]
+        return p.device.type == "cpu" and not capturable
+
+    def norms_to_clip(self, params: list[Tensor], grads: list[Tensor]) -> list[Norm]:
+        """Return the gradients' norms, with 0 for those that will be skipped."""
+        norms = local_norms(grads)
+        if self.options.skips_steps:
+            self.finites += map(
+                is_finite, to_local(grads), norms, map(self._on_host, params)
+            )
+            return norms
+        if not self.options.skip_nonfinite:
+            return norms
+        finites = are_finite(grads, norms, list(map(self._on_host, params)))
+        return [
+            norm._replace(value=torch.where(finite, norm.value, 0.0))
+            for finite, norm in zip(finites, norms)
+        ]
+
+    def _skip(self, p: Tensor, skipped: Tensor) -> None:
+        if p not in self.skipped:
+            self.skipped[p] = torch.zeros((), dtype=torch.int64, device=p.device)
+        self.skipped[p].add_(skipped)
+
+    def grad_scale_of(self, norms: list[Norm]) -> Tensor:
+        """Return the factor that clips all gradients, from their norms."""
+        return clip_factor(self.options.clip_global_norm, global_norm(norms))
+
+    def _finite(
+        self, params: list[Tensor], grads: list[Tensor], norms: list[Norm]
+    ) -> tuple[list[int], list[Tensor | None]]:
+        """Return the indices of gradients to apply, with a flag if a device decides."""
+        flags: dict[int, Tensor | None] = {}
+        hosts = list(map(self._on_host, params))
+        finites = are_finite(grads, norms, hosts)
+        for i, (p, finite, host) in enumerate(zip(params, finites, hosts)):
+            if host and finite:
+                flags[i] = None
+                continue
+            self._skip(p, ~finite)
+            if not host:
+                flags[i] = finite
+        return list(flags), list(flags.values())
+
+    def _grad_scales(
+        self, backward: Backward, params: list[Tensor], norms: list[Norm]
+    ) -> list[Scalar]:
+        limit = self.options.clip_param_norm
+        if limit is None and backward.grad_scale is None:
+            return [WHOLE_BATCH.grad_scale] * len(params)
+        hosts = list(map(self._on_host, params))
+        if limit is None:
+            return list(map(backward.grad_scale_for, params, hosts))
+        return [
+            as_scalar(clip_factor(limit, norm.value), p, host)
+            for p, norm, host in zip(params, whole_norms(norms), hosts)
+        ]
 
 
 def _weak_hook(runner: Runner) -> Callable[[Tensor], None]:

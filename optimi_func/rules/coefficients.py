@@ -21,7 +21,7 @@ from optimi_func.rules import lifting
 AtStep: TypeAlias = Callable[..., tuple[Named, Named]]
 Prepared: TypeAlias = Callable[..., AtStep]
 
-_EXPRESSIONS = {
+_EXPRESSIONS: dict[Any, str] = {
     core.choose: "{1} if {0} else {2}",
     lifting._root: "_sqrt({})",
     lifting._OURS[operator.pow]: "_pow({}, {})",
@@ -76,7 +76,9 @@ def prepared(
             results = [term(x) for x in node.args[0]]
             break
         args = [term(x) for x in node.args]
-        if (text := _expression(node, args)) is None:
+        if node.target in _EXPRESSIONS and not node.kwargs:
+            text = _EXPRESSIONS[node.target].format(*args)
+        else:
             space[fn := f"_f{len(space)}"] = node.target
             args += [f"{k}={term(x)}" for k, x in node.kwargs.items()]
             text = f"{fn}({', '.join(args)})"
@@ -125,12 +127,3 @@ def with_numbers(
         return found
 
     return prepare
-
-
-def _expression(node: fx.Node, args: list[str]) -> str | None:
-    """Return an operation that Python has as an expression of its arguments."""
-    fn = node.target
-    if node.kwargs or not callable(fn):
-        return None
-    template = _EXPRESSIONS.get(fn)
-    return template and template.format(*args)

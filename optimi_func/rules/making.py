@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from optimi_func.core.distributed import whole_field
@@ -383,8 +382,10 @@ class Making:
         takes = {*self.names("coeffs"), *self.names("whole")}
         rates = [x for x in RATES if self.scalars[x].node in nodes or x in takes]
         # Methods that are not traced may read any.
-        reads = {x for x in self.scalars if nodes & self._nodes(x)}
-        reads |= {*self.scalars} if self.untraced else set()
+        reads = {*self.scalars}
+        if not self.untraced:
+            leaves = {x: pytree.tree_leaves(self.scalars[x]) for x in reads}
+            reads = {x for x in reads if not nodes.isdisjoint([y.node for y in leaves[x]])}
         names = [x for x in self.scalars if (x in reads if x not in RATES else x in rates)]
         # `Rule.coeffs` of rules with running scalars is given lr besides.
         names = [x for x in names if x != "lr" or not running._fields]
@@ -413,7 +414,9 @@ class Making:
             outputs = host(*values, *lr, *r, *[c[name] for name in named])
             now = kind(*outputs[:n])
             if mapped is not None:
-                now = now._replace(whole=(t, *[_fixed(given[x]) for x in mapped]))
+                own = [given[x] for x in mapped]
+                own = [tuple(x) if isinstance(x, list) else x for x in own]
+                now = now._replace(whole=(t, *own))
             return (now, running(*outputs[n:])) if before else now
 
         late = [self.given["t"], *[self.scalars[x] for x in RATES]]
@@ -433,9 +436,6 @@ class Making:
         numbers = [x for x in self.scalars if x not in RATES]
         return numbers + [x for x in RATES if x in takes] if takes else None
 
-    def _nodes(self, name: str) -> set[Node]:
-        return {x.node for x in pytree.tree_leaves(self.scalars[name])}
-
     @property
     def untraced(self) -> bool:
         """True if the class has methods that are not traced, but called with values."""
@@ -447,7 +447,3 @@ def _without_views(fn: Callable[..., Any], views: dict[int, int], *args: Any) ->
     results = fn(*args)
     every = [*args, *results]
     return [every[views.get(i, len(args) + i)] for i in range(len(results))]
-
-
-def _fixed(x: Any) -> Any:
-    return tuple(x) if isinstance(x, list) else x

@@ -141,7 +141,7 @@ def test_a_stream_has_memory_of_its_own(
 ) -> None:
     table = DeviceTable(CPU, array("q", [5, 6]), array("q", [10, 20]))
     first = table.arguments(array("q", [1, 2]))
-    monkeypatch.setattr(triton_list, "_stream", lambda _: "another")
+    monkeypatch.setattr(triton_list, "current_stream", lambda _: "another")
     second = table.arguments(array("q", [1, 2]))
     assert all(x is not y and x.equal(y) for x, y in zip(first, second))
     assert len(uploads) == 6
@@ -159,7 +159,7 @@ def test_a_graph_keeps_what_it_reads(
     first = table.arguments(array("q", [1, 2]))
     uploads.clear()
     monkeypatch.setattr(triton_list, "is_capturing", lambda _: True)
-    monkeypatch.setattr(triton_list, "_stream", lambda _: "of the capture")
+    monkeypatch.setattr(triton_list, "current_stream", lambda _: "of the capture")
     assert all(x is y for x, y in zip(first, table.arguments(array("q", [1, 2]))))
     elsewhere = table.arguments(array("q", [large, 2]))
     assert elsewhere[0].tolist() == [large, 2]

@@ -142,9 +142,15 @@ class Floats(Field[Got, Given]):
 
     number, static = True, False
 
-    def __init__(self, *default: float, **bounds: float) -> None:
+    def __init__(
+        self,
+        *default: float,
+        argument: object = None,
+        value: object = None,
+        **bounds: float,
+    ) -> None:
         kinds = [tuple[(kind,) * len(default)] for kind in (float, Number)]
-        super().__init__(default, *kinds)
+        super().__init__(default, argument or kinds[0], value or kinds[1])
         self._bounds = bounds
 
     def check(self, x: object, bound: bool = True) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CLASSES, ELEMENTWISE, MEASURED
+from cases import CLASSES, ELEMENTWISE, MEASURED, TOLERANCE
 from many_sizes import assert_alike, fill, params, train
 from tiers import built, row
 from torch import Tensor
@@ -113,7 +113,9 @@ def test_the_same_steps_as_one_by_one(name: str, dtype: torch.dtype, how: Any) -
         assert launches(ours)[0].places == filled
     elif how is WAYS["tensors"] and name not in ("ranger", *MEASURED):
         assert {type(x) for x in launches(ours)} == {KernelLaunch, EagerLaunch}
-    assert_alike(ps, qs, 0.0 if dtype == torch.bfloat16 else 1e-12)
+    # Kernels add up means in an order of their own, and few elements are rounded apart.
+    exact = dtype == torch.bfloat16 and name not in MEASURED
+    assert_alike(ps, qs, 0.0 if exact else TOLERANCE[dtype])
     for p, q in zip(ps, qs):
         assert ours.state[p]["step"].item() == plain.state[q]["step"].item() == 8
 

@@ -145,7 +145,7 @@ class BaseOptimizer(Fields, Steps):
                 f"{cls.__name__}.factory={cls.factory.__name__} takes {cls.keywords}: "
                 f"allowed are lr first, and fields of the class, which lacks {missing}"
             )
-        signature = inspect.Signature([*cls._parameters.values()], return_annotation=None)
+        signature = cls._signature()
 
         def __init__(self: BaseOptimizer, *args: object, **kwargs: object) -> None:
             take_torchs(kwargs, cls.factory, cls.keywords)
@@ -203,7 +203,8 @@ class BaseOptimizer(Fields, Steps):
                     f"a group with {name}={group[name]!r}: it is computed by each step, "
                     "and allowed is a group without it"
                 )
-            self._publish_running(group)
+            if rule.join is not None:
+                self._publish_running(group)
             if self._constructed:
                 self._warn_of_mistakes(count)
         except Exception:
@@ -398,10 +399,11 @@ class BaseOptimizer(Fields, Steps):
         """
         if self.releases:
             raise RuntimeError(
-                "gradient release applies and frees gradients in backward: it is too late "
-                "for a GradScaler to unscale them, or for a trainer to clip. Train in "
-                "bfloat16, which needs no scaler, or call handle.remove(), not paused(); "
-                "clip with the handle's clip_global_norm, and set the trainer's to 0"
+                "gradient release applies and frees gradients in backward, except in "
+                "handle.paused(): it is too late for a GradScaler to unscale them, or for "
+                "a trainer to clip. For a scaler, call handle.remove() and not paused(). "
+                "Train in bfloat16, which needs no scaler; clip with the handle's "
+                "clip_global_norm, and set the trainer's clipping to 0"
             )
         return False
 

@@ -199,10 +199,6 @@ class Fields:
         inherited = cls._parameters
         parameters = {**inherited, **_own_parameters(cls)}
 
-        for name in parameters.keys() & {*cls._positional}:
-            kind = Parameter.POSITIONAL_OR_KEYWORD
-            parameters[name] = parameters[name].replace(kind=kind)
-
         def place(p: Parameter) -> tuple[int, int]:
             if p.name in cls._positional:
                 return 1, cls._positional.index(p.name)
@@ -210,6 +206,16 @@ class Fields:
             return (2, p.name in inherited) if only else (0, 0)
 
         cls._parameters = {p.name: p for p in sorted(parameters.values(), key=place)}
+
+    @classmethod
+    def _signature(cls) -> inspect.Signature:
+        """Return the constructor's signature, without self."""
+        kind = Parameter.POSITIONAL_OR_KEYWORD
+        parameters = [
+            p.replace(kind=kind) if p.name in cls._positional else p
+            for p in cls._parameters.values()
+        ]
+        return inspect.Signature(parameters, return_annotation=None)
 
 
 def _own_parameters(cls: "type[Fields]") -> dict[str, Parameter]:

@@ -137,11 +137,14 @@ def keys_of(path: Iterable[object]) -> list[str]:
     return [str(next((getattr(x, k) for k in names if hasattr(x, k)), x)) for x in path]
 
 
+_NODES = (dict, list, tuple)
+
+
 def _traced_paths(tree: PyTree) -> Iterator[tuple[str, ...]]:
     if isinstance(tree, Tensor):
         yield ()
     elif tree is not None:
-        if not isinstance(tree, dict | list | tuple):
+        if not isinstance(tree, _NODES):
             raise RuntimeError(f"a graph cannot see paths in a {type(tree).__name__}")
         # Dynamo cannot ask an OrderedDict for an attribute that it may not have.
         keys = () if isinstance(tree, dict) else getattr(tree, "_fields", range(len(tree)))

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import tiers
 import torch
 from cases import CLASSES
 from hypothesis import HealthCheck, settings
+from hypothesis import seed as begin_with
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -510,6 +512,8 @@ def run(program: type[Program], examples: int, seeded: bool) -> None:
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
+    if not seeded:
+        program = begin_with(tiers.random_seed())(program)
     run_state_machine_as_test(program, settings=chosen)
 
 

@@ -7,8 +7,9 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import pytest
+import tiers
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import grad, vmap
@@ -382,6 +383,7 @@ def test_random_rules_are_those_of_plain_torch(
 
 @pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:Generating overly large repr")
+@seed(tiers.random_seed())
 @settings(max_examples=300, **HOW)
 @given(SOME, HYPER)
 def test_many_random_rules_are_those_of_plain_torch(

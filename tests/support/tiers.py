@@ -69,6 +69,11 @@ def _place(name: str) -> str:
     return hashlib.sha256(f"{seed} {name}".encode()).hexdigest()
 
 
+def random_seed() -> int:
+    """Return the number with which soak's random programs begin."""
+    return int(_place("random"), 16)
+
+
 def seed_of(root: Path) -> str:
     """Return the commit, or what stands for it where there is no git: the code's hash."""
     command = ["git", "rev-parse", "--short=12", "HEAD"]

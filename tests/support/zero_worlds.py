@@ -95,4 +95,4 @@ def storages(folder: Path) -> None:
 
 
 def transforms(folder: Path) -> None:
-    check("adamw", torch.float32, transforms=[centralize(), ..., clip_param_norm(0.01)])
+    check("adamw", torch.float32, transforms=[centralize(), clip_param_norm(0.01)])

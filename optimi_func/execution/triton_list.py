@@ -204,11 +204,8 @@ def triton_list_kernel_of(
         parts = _parts(generated, order, [x[:64].clone() for x in example])
         if parts is None or (source := list_source(*parts[:2])) is None:
             return None
-        # Both kernels have to fuse products into sums, or neither, to give the same bits.
-        options: dict[str, object] = {"num_warps": WARPS, "num_stages": 1}
-        options["enable_fp_fusion"] = parts[2]
         function = PyCodeCache.load(source).all_blocks
-        kernel = TritonListKernel(single, function, options)
+        kernel = TritonListKernel(single, function, parts[2])
         return kernel if _agrees(kernel, example) else None
     except Exception:
         return None
@@ -216,8 +213,8 @@ def triton_list_kernel_of(
 
 def _parts(
     generated: Callable[[list[object]], object], order: list[int], example: list[Tensor]
-) -> tuple[str, list[Pointer], bool] | None:
-    """Return the source, arguments and fusion of the kernel that `generated` launches.
+) -> tuple[str, list[Pointer], dict[str, object]] | None:
+    """Return the source, arguments and options of the kernel that `generated` launches.
 
     None if it launches several, or no Triton kernel.
     """
@@ -241,8 +238,10 @@ def _parts(
         if not isinstance(x, Tensor) or x.data_ptr() not in places:
             return None
         pointers.append(Pointer(places[x.data_ptr()], x.dtype))
-    fused = bool(kernel.triton_meta.get("enable_fp_fusion", True))
-    return Path(kernel.filename).read_text(), pointers, fused
+    # Both kernels have to fuse products into sums, or neither, to give the same bits.
+    options: dict[str, object] = {"num_warps": WARPS, "num_stages": 1}
+    options["enable_fp_fusion"] = kernel.triton_meta.get("enable_fp_fusion", True)
+    return Path(kernel.filename).read_text(), pointers, options
 
 
 def _scope(generated: Any) -> dict[str, Any]:

@@ -279,11 +279,12 @@ class Program:
             found = triton_list._parts(self._scope["call"], self._order, example)
         if found is None:
             return None
-        source = triton_list.list_source(found.text, found.pointers)
+        text, pointers, options = found
+        source = triton_list.list_source(text, pointers)
         assert source is not None
         path = self._folder / "list_kernel.py"
         path.write_text(source)
-        return ListKernel(path, found.options)
+        return ListKernel(path, options)
 
 
 class ListKernel:

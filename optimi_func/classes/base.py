@@ -44,7 +44,7 @@ from optimi_func.core.checks import (
 from optimi_func.core.removed import Removed
 from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Scalar, StorageLike
 from optimi_func.core.storage import group_storage
-from optimi_func.core.torch_private import uncompiled, unwrapped, watched_if_needed
+from optimi_func.core.torch_private import between_graphs, unwrapped, watched_if_needed
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.sums import Part
 from optimi_func.pure.functional import FunctionalOptimizer
@@ -161,6 +161,7 @@ class BaseOptimizer(Fields, Steps):
         __init__.__qualname__ = f"{cls.__qualname__}.__init__"
         cls.__init__ = __init__
 
+    @between_graphs
     def __init__(self, params: Params, defaults: Group) -> None:
         check_no_module(params)
         self.optimizer_accumulation = False
@@ -250,8 +251,6 @@ class BaseOptimizer(Fields, Steps):
             RuntimeError: A step that a CUDA graph being captured could not repeat. Nothing
                 is written if it raises.
         """
-        if torch.compiler.is_compiling():
-            return self._step_outside_graph(closure, param, extras)
         self.check_train_mode("step()")
         if param is not None:
             if closure is not None:
@@ -287,12 +286,6 @@ class BaseOptimizer(Fields, Steps):
             self.finish_step(parts)
         self.extras, self._told = self.extras and {}, {}
         return loss
-
-    @uncompiled
-    def _step_outside_graph(
-        self, closure: Closure | None, param: Tensor | None, extras: dict[str, object]
-    ) -> object:
-        return self.step(closure, param, **extras)
 
     def init_state(self) -> None:
         """Make the state of every trainable parameter that has none.

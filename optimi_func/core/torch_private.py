@@ -51,6 +51,17 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     return _disable_dynamo(function)
 
 
+def between_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """Leave `function` out of any graph, as `uncompiled`, which elsewhere is no detour."""
+    left_out = uncompiled(function)
+
+    @wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        return (left_out if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+    return wrapper
+
+
 _UNCOMPILED = _disable_dynamo(lambda: None)
 
 
@@ -71,6 +82,8 @@ def watched_if_needed(step: Callable[P, T]) -> Callable[P, T]:
 
     torch wraps the step of every optimizer for both, which takes a third of a small step.
     A step marked as `hooked` is left as it is, also where a subclass's own step calls it.
+    In a function that torch.compile traces, the step and its hooks run once, between two
+    graphs.
     """
     watched: Any = Optimizer.profile_hook_step(step)
     first, last = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
@@ -78,12 +91,14 @@ def watched_if_needed(step: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(step)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return left_out(self, *args, **kwargs)
         hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
-        needed = torch.compiler.is_compiling() or hooks or first or last or profiling()
-        if needed and type(self).step is wrapper:
+        if (hooks or first or last or profiling()) and type(self).step is wrapper:
             return watched(self, *args, **kwargs)
         return step(self, *args, **kwargs)  # pyright: ignore[reportCallIssue]
 
+    left_out = uncompiled(wrapper)
     found: Any = wrapper
     found.hooked = True
     return found

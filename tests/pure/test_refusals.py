@@ -363,17 +363,51 @@ def test_train_step_refuses_a_trace() -> None:
                 through(torch.ones(3, 2))
 
 
-def test_a_class_steps_within_torch_compile() -> None:
-    w = torch.ones(3, requires_grad=True)
-    optimizer = AdamW([w], lr=0.1, compile=False)
+@pytest.mark.parametrize("how", ["called", "replaced", "of a subclass"])
+def test_a_class_steps_within_torch_compile(how: str) -> None:
+    class Subclass(AdamW):
+        def step(self, *args: Any, **kwargs: Any) -> Any:
+            return super().step(*args, **kwargs)
 
-    @torch.compile(backend="eager")
-    def train() -> None:
-        w.sum().backward()
+    def made() -> tuple[Tensor, AdamW, list[str]]:
+        w = torch.ones(3, requires_grad=True)
+        cls = Subclass if how == "of a subclass" else AdamW
+        optimizer, calls = cls([w], lr=0.1, compile=False), list[str]()
+        optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+        return w, optimizer, calls
+
+    def train(w: Tensor, optimizer: AdamW) -> None:
+        (w * w).sum().backward()
         optimizer.step()
 
-    train()
-    assert w.max() < 1.0
+    (w, optimizer, calls), (expected, eager, eager_calls) = made(), made()
+    run = train
+    if how == "replaced":
+        optimizer.step = torch.compile(optimizer.step, backend="eager")
+    else:
+        run = torch.compile(train, backend="eager")
+    for _ in range(3):
+        run(w, optimizer)
+        train(expected, eager)
+    assert torch.equal(w, expected) and w.max() < 1.0
+    assert calls == eager_calls == ["pre", "post"] * 3
+
+
+def test_a_class_is_made_within_torch_compile() -> None:
+    @torch.compile(backend="eager")
+    def train(w: Tensor) -> AdamW:
+        optimizer = AdamW([w], lr=0.1, compile=False)
+        w.sum().backward()
+        optimizer.step()
+        return optimizer
+
+    w, expected = [torch.ones(3, requires_grad=True) for _ in range(2)]
+    assert isinstance(train(w), AdamW)
+    eager = AdamW([expected], lr=0.1, compile=False)
+    expected.sum().backward()
+    eager.step()
+    assert torch.equal(w, expected) and w.max() < 1.0
 
 
 # Words

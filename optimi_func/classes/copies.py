@@ -78,14 +78,24 @@ class Copies(Checkpoints):
             for name in self._factory_of(group)[1]
         }
 
-    def _weights(self) -> dict[str, object]:
-        """Return hashes of the copies in `process_group` before their first step."""
-        if self.process_group is None or self._has_stepped:
-            return {}
-        params = [p.detach() for group in self.param_groups for p in group["params"]]
-        plain = to_local([p for p in params if p.numel() and not is_distributed(p)])
-        hashes = [str(torch.hash_tensor(p)) for p in plain]
-        return {"hashes of parameters, which process_group= says are copies": hashes}
+    def _facts(self, divided: Container[int], works: list[Work]) -> dict[str, object]:
+        """Return what processes compare before they step: numbers of the divided groups.
+
+        Copies have every parameter, number and gradient in common, and equal weights.
+        """
+        if self.process_group is None:
+            return self.numbers(type, divided)
+        facts = self.numbers(type)
+        for i, (group, params, _, _) in enumerate(works):
+            if len(params) < len(group["params"]):
+                names = [str(path_of(group, p)) for p in params]
+                facts[f"parameters with gradients of param group {i}"] = names
+        if not self._has_stepped:
+            params = [p.detach() for group in self.param_groups for p in group["params"]]
+            plain = to_local([p for p in params if p.numel() and not is_distributed(p)])
+            hashes = [str(torch.hash_tensor(p)) for p in plain]
+            facts["hashes of parameters, which process_group= says are copies"] = hashes
+        return facts
 
 
 def finite_works(optimizer: Any, works: list[Work]) -> list[Work]:

@@ -115,7 +115,8 @@ class Evaluated(BaseOptimizer):
             mask = ~(near | (now == x) | now.isnan())
             if mask.any():
                 names.append(str(path_of(group, p)))
-                begin(bound.rule, coeffs, p, storage, self.state[p], mask, moments=False)
+                rule = bound.starting_rule
+                begin(rule, coeffs, p, storage, self.state[p], mask, moments=False)
                 y.copy_(torch.where(mask, now, y))
         return names
 

@@ -135,7 +135,7 @@ class Steps(Rewriting, Given):
             if where is None and work[1]:
                 where = work[1][0].device
         if write and divided:
-            facts = self.numbers(type, divided) | self._weights()
+            facts = self._facts(divided, works)
             agree([x for holders in divided.values() for x in holders], facts)
         self._has_stepped = True
         if write and count and "step" in self.__dict__:
@@ -289,7 +289,7 @@ class Steps(Rewriting, Given):
             group = self.group_of(p)
             capturable = group["capturable"]
             bound, where = self.bound_of(group, [p], capturable), path_of(group, p)
-            rule, storage = bound.rule, group_storage(group)
+            rule, storage = bound.starting_rule, group_storage(group)
             anew = None if rows is None else rows_of(rule, where, p, rows)
             if rows is not None and (names := self._kept_of(p)):
                 raise ValueError(f"reset(rows=...) with {names[0]!r} of a transform")

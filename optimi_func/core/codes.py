@@ -128,7 +128,13 @@ def _rows(x: Tensor, like: Tensor) -> Tensor:
 
 def _like(rows: Tensor, x: Tensor) -> Tensor:
     """Undo `_rows` for a tensor with the shape and memory order of x."""
-    flat = rows.reshape(-1)[: x.numel()]
+    flat, size = rows.reshape(-1), x.numel()
+    if flat.numel() != size and torch.compiler.is_compiling():
+        # As `flat[:size]`, but written before it is read: Inductor's loop over both leaves
+        # out the last group on a CPU (torch 2.13).
+        flat = flat.as_strided((size,), (1,))
+    else:
+        flat = flat[:size]
     if x.is_contiguous():
         return flat.view(x.shape)
     order = _order(x)

@@ -12,6 +12,7 @@ from optimi_func.core.leaf import leaf_sums
 from optimi_func.core.lists import grouped
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import Leaf, Named, Rule
+from optimi_func.pure.tree import running_tensors
 
 # The sums of a parameter over its local tensor, None if that is empty, and its flag.
 Part: TypeAlias = tuple[Tensor | None, Tensor | None]
@@ -71,7 +72,9 @@ def _joined(unit: Unit, parts: list[Tensor]) -> Named:
     if len(flags) < len(unit.flags):
         return new
     live = torch.stack(flags).any()
-    return type(new)(*[torch.where(live, x, old) for x, old in zip(new, unit.running)])
+    # As tensors: torch.where of two numbers is in float32.
+    both = [running_tensors(x, live.device) for x in (new, unit.running)]
+    return type(new)(*[torch.where(live, *pair) for pair in zip(*both)])
 
 
 def write_running(entries: Sequence[Mapping[str, Tensor]], new: Named) -> None:

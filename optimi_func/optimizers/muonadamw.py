@@ -59,7 +59,7 @@ def MuonAdamW(  # noqa: D417
     optimizer_cls_and_kwargs=(lambda: MuonAdamW, {"lr": 1e-3})).
 
     Args:
-        model: Its trainable parameters are taken.
+        model: Its parameters are taken; those that do not require a gradient wait for one.
         lr: Learning rate of Muon's part, and of AdamW's unless adamw_lr is given. With
             another adjust_lr_fn they need different ones.
         weight_decay: Decay of matrices and of an output layer not tied to an embedding.
@@ -145,8 +145,6 @@ def MuonAdamW(  # noqa: D417
     parts: list[tuple[Named, FunctionalOptimizer]] = []
     for kind, rows, factor in sorted(kinds, key=lambda key: key[0]):
         names = kinds[kind, rows, factor]
-        if not any(params[name].requires_grad for name in names):
-            continue
         check_number("multiplier of lr", "lr_multipliers", factor)
         if kind == 0:
             value = made(of_muon, lr, factor, weight_decay=weight_decay, split=rows)
@@ -161,8 +159,7 @@ def MuonAdamW(  # noqa: D417
         )
     for line in str(hidden).splitlines():
         _log.info("MuonAdamW: %s", line)
-    named = [(name, p) for name, p in params.items() if p.requires_grad]
-    return Mixed(named, *parts, **options)
+    return Mixed(params.items(), *parts, **options)
 
 
 def NorMuonAdamW(  # noqa: D417
@@ -194,15 +191,20 @@ def _by_pattern(
     if not isinstance(given, Mapping | None):
         raise TypeError(f"{option}={given!r}: allowed is a dict of names or patterns")
     values: dict[str, T] = {}
-    extra = dict(given or {})
+    first: dict[str, str] = {}  # for each pattern that a name matches, the one that counts
     for name in names:
         hits = [k for k in given or {} if fnmatchcase(without_wrappers(name), k)]
         values[name] = (given or {})[hits[0]] if hits else usual
-        for pattern in hits:
-            extra.pop(pattern, None)
-    if extra:
-        raise ValueError(
-            f"{option} has {next(iter(extra))!r}, which is none of its parameters: allowed "
-            f"are names and patterns of {names[-5:]} and the others"
-        )
+        first |= {k: hits[0] for k in hits if first.get(k) != k}
+    for pattern in given or {}:
+        if pattern not in first:
+            raise ValueError(
+                f"{option} has {pattern!r}, which is none of its parameters: allowed "
+                f"are names and patterns of {names[-5:]} and the others"
+            )
+        if first[pattern] != pattern:
+            raise ValueError(
+                f"{option} has {pattern!r} behind {first[pattern]!r}, which matches all its "
+                "parameters, and the first counts: put it before"
+            )
     return values

@@ -469,7 +469,7 @@ def test_muonadamw_has_one_lr_and_two_decays() -> None:
     first, second = optimizer.param_groups
     assert (first["rule"], first["lr"], first["weight_decay"]) == ("muon", 3e-3, 0.1)
     assert (second["rule"], second["lr"], second["weight_decay"]) == ("adamw", 3e-3, 0.2)
-    assert first["param_names"] == HIDDEN and "norm.bias" not in second["param_names"]
+    assert first["param_names"] == HIDDEN and "norm.bias" in second["param_names"]
     assert MuonAdamW(model, weight_decay=0.4).param_groups[0]["weight_decay"] == 0.4
     text = optimizer.describe()
     assert "muon   16 x 8         first.weight\n" in text
@@ -539,10 +539,17 @@ def test_muonadamw_takes_adapters_alone() -> None:
     for name, p in model.named_parameters():
         p.requires_grad_(name in HIDDEN)
     optimizer = MuonAdamW(model, **EAGER)
-    assert [g["rule"] for g in optimizer.param_groups] == ["muon"]
-    before = model.last.weight.detach().clone()
+    assert [g["rule"] for g in optimizer.param_groups] == ["muon", "adamw"]
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def moved() -> list[str]:
+        return [n for n, p in model.named_parameters() if not torch.equal(p, before[n])]
+
     train(model, [optimizer], range(1))
-    assert not torch.equal(model.last.weight, before)
+    assert moved() == HIDDEN and len(optimizer.state) == len(HIDDEN)
+    model.requires_grad_(True)  # what thaws is trained
+    train(model, [optimizer], range(1))
+    assert moved() == [*before] and len(optimizer.state) == len(before)
     for name, p in model.named_parameters():
         p.requires_grad_(name not in HIDDEN)
     with pytest.raises(ValueError, match="hidden_matrices selects no parameter"):

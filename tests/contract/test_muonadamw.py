@@ -314,6 +314,10 @@ def test_bad_options_are_refused_by_name() -> None:
         ({"split": {"qkv*": 5}}, "split=5 does not divide its 18 rows"),
         ({"lr_multipliers": {"lost": 2.0}}, "lr_multipliers has 'lost', which is none"),
         (
+            {"lr_multipliers": {"tok*": 0.5, "*": 2.0, "qkv*": 3.0}},
+            r"lr_multipliers has 'qkv\*' behind '\*', which matches all",
+        ),
+        (
             {"lr_multipliers": {"*": -1.0}},
             "lr_multipliers=-1.0: allowed is finite, at least",
         ),

@@ -1,7 +1,7 @@
 """`optimizer.reset()`, and what is written in eval mode: state after surgery on weights."""
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from cases import CLASSES
 from torch import Tensor, nn
 
 import optimi_func as T
+from optimi_func.rules import Optimizer
 
 EAGER: dict[str, Any] = {"compile": False}
 BF16 = torch.bfloat16
@@ -49,6 +50,41 @@ def test_a_reset_optimizer_steps_as_a_new_one(name: str) -> None:
     assert all(map(torch.equal, ps, qs))
     for p, places in kept.items():  # in the tensors that were there
         assert {k: x.data_ptr() for k, x in optimizer.state[p].items()} == places
+
+
+class Prior(Optimizer):
+    """An own rule whose first state is a hyperparameter."""
+
+    lr: float
+    prior: float = 2.0
+
+    class State(NamedTuple):
+        v: Tensor
+
+    def init(self, p: Tensor) -> State:
+        return self.State(torch.full_like(p, self.prior))
+
+    def direction(self, g: Tensor, s: State) -> tuple[Tensor, State]:
+        v = s.v + g * g
+        return g / v, self.State(v)
+
+
+@pytest.mark.parametrize(
+    ("cls", "option", "field"),
+    [(T.Adagrad, "initial_accumulator_value", "sum"), (Prior, "prior", "v")],
+)
+def test_first_values_are_those_of_the_group(cls: Any, option: str, field: str) -> None:
+    p, q = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = cls([{"params": [p], option: 0.5}, {"params": [q]}], lr=0.1, compile=False)
+    optimizer.init_state()
+    first = [optimizer.state[x][field].clone() for x in (p, q)]
+    assert (first[0] == 0.5).all() and (first[1] != 0.5).all()
+    for rows in (None, [0]):
+        p.grad = q.grad = torch.ones(3)
+        optimizer.step()
+        optimizer.reset([p, q], rows=rows)
+        for x, want in zip((p, q), first):
+            assert torch.equal(optimizer.state[x][field][:1], want[:1])
 
 
 @pytest.mark.parametrize("storage", [None, "exact", "compact"])

@@ -388,9 +388,8 @@ def test_a_train_step_on_codes(kind: str, donate: bool) -> None:
         def loss_fn(y: Any, batch: Any) -> Tensor:
             return (y - batch[1]).float().square().mean()
 
-        optimizer: Any = AdamW(
-            model.parameters(), lr=0.01, storage="compact", compile=False
-        )
+        how = {} if whole else {"compile": False}
+        optimizer: Any = AdamW(model.parameters(), lr=0.01, storage="compact", **how)
         batches = [
             (torch.randn(8, 64).to(BF16), torch.randn(8, 64).to(BF16)) for _ in range(3)
         ]
@@ -408,7 +407,7 @@ def test_a_train_step_on_codes(kind: str, donate: bool) -> None:
             state = step.init(storage="compact")
             for batch in batches:
                 state, _ = step(state, batch)
-            assert state.inner.leaves["0.weight"].exp_avg.q.dtype == torch.int8
+            assert state.optimizer.leaves["0.weight"].exp_avg.q.dtype == torch.int8
             ends.append([p.float() for p in state.params.values()])
             continue
         assert any(kept_in_codes(optimizer))

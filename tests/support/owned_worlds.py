@@ -371,6 +371,18 @@ def unequal(folder: Path) -> None:
             optimizer.param_groups[0]["lr"] = 0.1 * (1 + rank)
             with raises(ValueError, "lr of param group 0: process 1 of the group has 0.2"):
                 step()
+            # AdamW's part, which no message divides, is compared by the same one.
+            optimizer.param_groups[0]["lr"] = 0.1
+            bias = optimizer.param_groups[-1]
+            bias["weight_decay"] = 0.01 * rank
+            with raises(ValueError, "weight_decay of param group 2: process 1 of the"):
+                step()
+            bias["weight_decay"] = 0.0
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            model[0].bias.grad = None if rank else model[0].bias.grad
+            with raises(ValueError, "parameters with gradients of param group 2: process"):
+                optimizer.step()
         assert all(torch.equal(x, kept[k]) for k, x in model.state_dict().items())
     # Sharded ones too, which have other weights in each process.
     p = nn.Parameter(placed(worlds.flat_mesh(), Shard(0))(torch.randn(4, 4)))

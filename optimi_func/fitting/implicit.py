@@ -15,6 +15,7 @@ from optimi_func.fitting.quasi_newton import flat, parts, tensors_of
 T = TypeVar("T")
 # (params, args) -> residuals, as flat lists of tensors.
 Residual: TypeAlias = Callable[[list[Tensor], list[Tensor]], list[Tensor]]
+_Product: TypeAlias = Callable[[Tensor], Tensor]
 _vjp: Any = torch.func.vjp
 
 # Up to so many unknowns a matrix is made and factored; its columns come in groups.
@@ -134,9 +135,7 @@ class _Root(torch.autograd.Function):
         return (None, None, *[None] * count, *grads)
 
 
-def _solved(
-    product: Callable[[list[Tensor]], list[Tensor]], wanted: list[Tensor]
-) -> list[Tensor]:
+def _solved(product: Callable[..., list[Tensor]], wanted: list[Tensor]) -> list[Tensor]:
     """Return x with product(x) = wanted, for a symmetric positive definite product."""
     eps = max([torch.finfo(x.dtype).eps for x in wanted])
     solve = _factored if sum([x.numel() for x in wanted]) <= _DENSE else _iterated
@@ -145,8 +144,7 @@ def _solved(
     if bool(failed.any()):
         why = (
             "the derivative of a solution needs a symmetric positive definite derivative "
-            "of optimality there, of solve the Hessian of loss: is it a minimum, and the "
-            "only one near?"
+            "of optimality (Hessian of loss) there: is it a minimum, and the only one near?"
         )
         if failed.dim() == 0:
             raise RuntimeError(why)
@@ -155,9 +153,7 @@ def _solved(
     return parts(torch.where(fails, torch.nan, x), wanted)
 
 
-def _factored(
-    product: Callable[[Tensor], Tensor], wanted: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def _factored(product: _Product, wanted: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return x with product(x) = wanted by the scaled matrix, and True if it has none."""
     eye = torch.eye(wanted.numel(), dtype=wanted.dtype, device=wanted.device)
     h = torch.func.vmap(product, chunk_size=_GROUP)(eye)
@@ -169,9 +165,7 @@ def _factored(
     return x, (info > 0) | ~((h - h.mT).abs().amax() <= eps**0.5)
 
 
-def _iterated(
-    product: Callable[[Tensor], Tensor], wanted: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def _iterated(product: _Product, wanted: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return x with product(x) = wanted by conjugate gradients, and True if it has none.
 
     They stop at the precision of the dtype, or after twice as many products as elements.

@@ -204,14 +204,13 @@ class lbfgs:
 
     def solve(
         self,
-        loss: Callable[..., PyTree],
+        loss: Callable[..., Tensor],
         params: T,
         *args: PyTree,
         max_steps: int = 1000,
         in_dims: int | tuple[int | None, ...] | None = None,
         state: LBFGSState | None = None,
-        has_aux: bool = False,
-    ) -> tuple[T, LBFGSState, *tuple[Any, ...]]:
+    ) -> tuple[T, LBFGSState]:
         """Return the parameters that minimize loss(params, *args), and the last state.
 
         The parameters have derivatives by args, by the implicit function theorem: see
@@ -225,8 +224,6 @@ class lbfgs:
             in_dims: For a batch of problems, the axis of params and of each of args that
                 counts them, as in torch.func.vmap: `(0, 0, None)`, or 0 for all.
             state: The last state, to go on from these params with the same loss and args.
-            has_aux: True if loss returns (loss, aux). Its aux at the solution, a tree of
-                tensors, is returned behind the state.
 
         Raises:
             ValueError: in_dims that do not fit params and args, numbers of problems that
@@ -236,21 +233,17 @@ class lbfgs:
         check_whole("max_steps", max_steps, 1)
         flatten_params(params)  # which checks them
         (leaves, params_of), (tensors, args_of) = map(qn.tensors_of, (params, args))
-        count, axes = len(leaves), _axes(in_dims, params, args)
-
-        def both(p: list[Tensor], *xs: Tensor) -> Any:
-            return scalar_loss(loss(params_of(p), *args_of(xs)), has_aux)
+        axes, count = _axes(in_dims, params, args), len(leaves)
 
         def only(p: list[Tensor], *xs: Tensor) -> Tensor:
-            return both(p, *xs)[0] if has_aux else both(p, *xs)
+            return scalar_loss(loss(params_of(p), *args_of(xs)), False)
 
         def one(p: list[Tensor], s: LBFGSState, *xs: Tensor) -> PyTree:
             reverse: Any = torch.func.grad_and_value(only)
             return self.step(p, s, lambda q: reverse(q, *xs)[::-1])
 
-        def solved(p: list[Tensor], *xs: Tensor) -> tuple[list[Tensor], Any]:
-            p = implicit_root(torch.func.grad(only), p, *xs)
-            return p, (both(p, *xs)[1] if has_aux else ())
+        def solved(p: list[Tensor], *xs: Tensor) -> list[Tensor]:
+            return implicit_root(torch.func.grad(only), p, *xs)
 
         init: Callable[..., LBFGSState] = self.init
         step: Callable[..., PyTree] = one
@@ -274,9 +267,8 @@ class lbfgs:
                 raise ValueError(f"state= has pairs of {sides[0]}: allowed is {sides[1]}")
             now = fixed[:count], last
             solution, last = _solved(step, now, fixed[count:], axes[count:], max_steps)
-        solution, aux = solved(solution, *tensors)
-        found: Any = params_of(solution)
-        return (found, last, aux) if has_aux else (found, last)
+        found: Any = params_of(solved(solution, *tensors))
+        return found, last
 
 
 def _axes(in_dims: object, params: PyTree, args: tuple[PyTree, ...]) -> list[int | None]:
@@ -293,11 +285,6 @@ def _axes(in_dims: object, params: PyTree, args: tuple[PyTree, ...]) -> list[int
         )
     trees = zip((params, *args), dims)
     return [dim for tree, dim in trees for _ in qn.tensors_of(tree)[0]]
-
-
-def _rows(tree: PyTree, at: Tensor) -> PyTree:
-    """Return some members of a batch."""
-    return pytree.tree_map(lambda x: x[at], tree)
 
 
 def _solved(
@@ -327,7 +314,7 @@ def _solved(
         if unsolved <= done.numel() // 2 and not has_vmap():
             results, at = joined(), (~done).nonzero()[:, 0]
             members = at if members is None else members[at]
-            now = _rows(now, at)
-            args = [x if dim is None else _rows(x, at) for x, dim in zip(args, axes)]
+            now = pytree.tree_map(lambda x, at=at: x[at], now)
+            args = [x if dim is None else x[at] for x, dim in zip(args, axes)]
         now = step(*now, *args)
     return joined()

@@ -163,9 +163,7 @@ def direction(h: History, g: Tensor) -> Tensor:
     return torch.addmv(-h.scale * g, h.pairs.flatten(0, 1).mT, shares.flatten())
 
 
-def tensors_of(
-    tree: PyTree,
-) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], PyTree]]:
+def tensors_of(tree: PyTree) -> tuple[list[Tensor], Callable[..., PyTree]]:
     """Return the tensors of a tree, and a function that makes the tree of others."""
 
     def rebuilt(tensors: Iterable[Tensor]) -> PyTree:

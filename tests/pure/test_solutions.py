@@ -272,28 +272,6 @@ def test_an_empty_batch() -> None:
     assert slope.shape == (0, 2)
 
 
-def test_aux_is_that_of_the_solution() -> None:
-    a = torch.tensor([0.5, 1.0], dtype=WIDE, requires_grad=True)
-
-    def loss(p: Tensor, a: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return bent(p, a), {"gap": p - a}
-
-    x, _, aux = SHARP.solve(loss, torch.zeros_like(a), a, has_aux=True)
-    torch.testing.assert_close(aux["gap"], x - a)
-    torch.testing.assert_close(
-        *[
-            torch.autograd.grad(y.sum(), a, retain_graph=True)[0]
-            for y in (aux["gap"], x - a)
-        ]
-    )
-    _, _, many = SHARP.solve(
-        loss, torch.zeros(3, 2).to(WIDE), a, in_dims=(0, None), has_aux=True
-    )
-    torch.testing.assert_close(many["gap"][1], aux["gap"])
-    with pytest.raises(TypeError, match="has_aux=True it has to be"):
-        SHARP.solve(bent, torch.zeros_like(a), a, has_aux=True)
-
-
 @pytest.mark.parametrize("dims", [None, 0])
 def test_a_state_goes_on(dims: Any) -> None:
     a = drawn(8, 2) if dims == 0 else drawn(2)

@@ -1,16 +1,25 @@
 """Derivatives of a solution by the implicit function theorem."""
 
+import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+from torch.autograd import forward_ad
 
 from optimi_func.core.rule import PyTree
-from optimi_func.core.torch_private import transform_level
+from optimi_func.core.torch_private import level_of
+from optimi_func.fitting.quasi_newton import flat, parts, tensors_of
 
 T = TypeVar("T")
+# (params, args) -> residuals, as flat lists of tensors.
+Residual: TypeAlias = Callable[[list[Tensor], list[Tensor]], list[Tensor]]
+_Product: TypeAlias = Callable[[Tensor], Tensor]
+_vjp: Any = torch.func.vjp
+
+# Up to so many unknowns a matrix is made and factored; its columns come in groups.
+_DENSE, _GROUP = 256, 64
 
 
 def implicit_root(optimality: Callable[..., object], params: T, *args: PyTree) -> T:
@@ -19,7 +28,8 @@ def implicit_root(optimality: Callable[..., object], params: T, *args: PyTree) -
         dp = -H^-1 (d optimality / d args) dargs,   H = d optimality / d p
 
     Differentiating the loop that found the solution would keep each of its steps. This
-    takes one conjugate-gradient solve, in backward.
+    solves a linear system in backward: with the matrix H up to 256 unknowns, and beyond by
+    conjugate gradients. Derivatives have derivatives, of every order.
 
     Args:
         optimality: `(params, *args) -> tree like params`: the gradient of a loss, of
@@ -28,15 +38,45 @@ def implicit_root(optimality: Callable[..., object], params: T, *args: PyTree) -
         params: The solution.
         args: Trees of tensors that the solution depends on.
 
+    Raises:
+        RuntimeError: optimality takes a tensor from elsewhere that needs a derivative; in
+            backward, H is not symmetric and positive definite. In a batch of problems it
+            warns, and derivatives of those solutions are NaN.
+
     >>> a = torch.tensor([4.0], requires_grad=True)
     >>> x = implicit_root(lambda x, a: x**3 - a, torch.tensor([4.0]) ** (1 / 3), a)
     >>> torch.autograd.grad(x.sum(), a)[0]  # 1 / (3 x^2)
     tensor([0.1323])
     """
-    leaves, spec = pytree.tree_flatten(params)
-    given, given_spec = pytree.tree_flatten(args)
-    solved = _Root.apply(optimality, spec, given_spec, len(leaves), *leaves, *given)
-    return pytree.tree_unflatten(list(solved), spec)
+    (leaves, params_of), (tensors, args_of) = map(tensors_of, (params, args))
+
+    def residual(p: list[Tensor], xs: list[Tensor]) -> list[Tensor]:
+        return tensors_of(optimality(params_of(p), *args_of(xs)))[0]
+
+    if torch.is_grad_enabled():
+        constants = [[x.detach() for x in some] for some in (leaves, tensors)]
+        for x in residual(*constants):
+            _check_constant(x)
+    solved: Any = _Root.apply(residual, len(leaves), *leaves, *tensors)
+    return params_of(solved)
+
+
+def _check_constant(x: Tensor) -> None:
+    """Raise if x, computed from constants, has a derivative by something else."""
+    while level_of(x) > 0 and not x.requires_grad:
+        if forward_ad.unpack_dual(x).tangent is not None:
+            break
+        x = torch.func.debug_unwrap(x, recurse=False)
+    if level_of(x) > 0 or x.requires_grad:
+        node: Any = x.grad_fn
+        while node is not None and not hasattr(node, "variable"):
+            node = next((n for n, _ in node.next_functions if n is not None), None)
+        source = x if node is None else node.variable
+        raise RuntimeError(
+            "loss or optimality takes a tensor from elsewhere, which depends on one of "
+            f"shape {tuple(source.shape)} and {source.dtype} that needs a derivative. A "
+            "solution has derivatives by args alone: pass it in args, or detach it"
+        )
 
 
 class _Root(torch.autograd.Function):
@@ -46,16 +86,17 @@ class _Root(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        optimality: object, spec: object, given_spec: object, count: int, *tensors: Tensor
+        residual: Residual, count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         return tuple([x.clone() for x in tensors[:count]])
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[object, ...], output: object) -> None:
-        ctx.optimality, ctx.spec, ctx.given_spec, ctx.count, *tensors = inputs
-        at = [i for i, x in enumerate(tensors) if isinstance(x, Tensor)]
-        ctx.at, ctx.others = at, [None if i in {*at} else x for i, x in enumerate(tensors)]
-        ctx.save_for_backward(*[tensors[i] for i in at])
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
+    ) -> None:
+        ctx.residual, ctx.count, *tensors = inputs
+        # The outputs, because the derivative's derivative moves the solution too.
+        ctx.save_for_backward(*output, *tensors[ctx.count :])
 
     @staticmethod
     def jvp(ctx: object, *tangents: object) -> object:
@@ -66,72 +107,93 @@ class _Root(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[object, ...]:
-        tensors = [*ctx.others]
-        for i, x in zip(ctx.at, ctx.saved_tensors):
-            tensors[i] = x
-        count = ctx.count
-        params, given = tensors[:count], tensors[count:]
-        floats = [i for i, x in enumerate(given) if isinstance(x, Tensor) and moves(x)]
+        count, residual = ctx.count, ctx.residual
+        params, given = [*ctx.saved_tensors[:count]], [*ctx.saved_tensors[count:]]
+        floats = [i for i, x in enumerate(given) if x.is_floating_point() or x.is_complex()]
 
-        def optimal(p: list[Tensor], xs: list[object]) -> list[Tensor]:
+        def linear(u: list[Tensor], xs: list[Tensor]) -> list[Tensor]:
+            p, rest, wanted = xs[:count], xs[count:-count], xs[-count:]
+            _, by_params = _vjp(lambda p: residual(p, rest), p)
+            return [x - y for x, y in zip(by_params(u)[0], wanted)]
+
+        def moved(xs: list[Tensor]) -> list[Tensor]:
             now = [*given]
             for i, x in zip(floats, xs):
                 now[i] = x
-            args = pytree.tree_unflatten(now, ctx.given_spec)
-            residual = ctx.optimality(pytree.tree_unflatten(p, ctx.spec), *args)
-            return pytree.tree_leaves(residual)
+            return residual(params, now)
 
-        moving = [given[i] for i in floats]
-        vjp: Any = torch.func.vjp
-        _, by_params = vjp(lambda p: optimal(p, moving), params)
-        _, by_given = vjp(lambda xs: optimal(params, xs), moving)
-        solved = conjugate_gradients(lambda u: by_params(u)[0], list(outer))
-        (pulled,) = by_given([-x for x in solved])
+        _, by_params = _vjp(
+            lambda p: residual(p, [x.detach() for x in given]), [x.detach() for x in params]
+        )
+        solution = _solved(lambda u: by_params(u)[0], [x.detach() for x in outer])
+        # It is a root too, so that derivatives of derivatives go on through it.
+        solved: Any = _Root.apply(linear, count, *solution, *params, *given, *outer)
+        _, by_given = _vjp(moved, [given[i] for i in floats])
         grads: list[Tensor | None] = [None] * len(given)
-        for i, x in zip(floats, pulled):
+        for i, x in zip(floats, by_given([-u for u in solved])[0]):
             grads[i] = x
-        return (None, None, None, None, *[None] * count, *grads)
+        return (None, None, *[None] * count, *grads)
 
 
-def moves(x: Tensor) -> bool:
-    """Return True if derivatives pass through x."""
-    return x.is_floating_point() or x.is_complex()
+def _solved(product: Callable[..., list[Tensor]], wanted: list[Tensor]) -> list[Tensor]:
+    """Return x with product(x) = wanted, for a symmetric positive definite product."""
+    eps = max([torch.finfo(x.dtype).eps for x in wanted])
+    solve = _factored if sum([x.numel() for x in wanted]) <= _DENSE else _iterated
+    x, fails = solve(lambda u: flat(product(parts(u, wanted))), flat(wanted), eps)
+    failed = torch.func.debug_unwrap(fails, recurse=True)
+    if bool(failed.any()):
+        why = (
+            "the derivative of a solution needs a symmetric positive definite derivative "
+            "of optimality (Hessian of loss) there: is it a minimum, and the only one near?"
+        )
+        if failed.dim() == 0:
+            raise RuntimeError(why)
+        many = f"{int(failed.sum())} of {failed.numel()} solutions have the derivative NaN"
+        warnings.warn(f"{many}: {why}", stacklevel=2)
+    return parts(torch.where(fails, torch.nan, x), wanted)
 
 
-def conjugate_gradients(
-    product: Callable[[list[Tensor]], list[Tensor]], wanted: list[Tensor]
-) -> list[Tensor]:
-    """Return x with product(x) = wanted, for a symmetric positive definite product.
+def _factored(product: _Product, wanted: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return x with product(x) = wanted by the scaled matrix, and True if it has none."""
+    eye = torch.eye(wanted.numel(), dtype=wanted.dtype, device=wanted.device)
+    h = torch.func.vmap(product, chunk_size=_GROUP)(eye)
+    scale = h.diagonal().abs().sqrt()
+    scale = torch.where(scale > 0, scale, 1.0)
+    h = h / scale / scale[:, None]
+    factor, info = torch.linalg.cholesky_ex((h + h.mT) / 2)
+    x = torch.cholesky_solve((wanted / scale)[:, None], factor)[:, 0] / scale
+    return x, (info > 0) | ~((h - h.mT).abs().amax() <= eps**0.5)
 
-    It stops at the precision of the dtype, or after twice as many products as elements. In
-    vmap, where a loop cannot end by values, members that are done change no more.
+
+def _iterated(product: _Product, wanted: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return x with product(x) = wanted by conjugate gradients, and True if it has none.
+
+    They stop at the precision of the dtype, or after twice as many products as elements.
+    Members of a batch that are done change no more.
     """
-    x, r = [torch.zeros_like(v) for v in wanted], wanted
-    p, rr = r, _dot(r, r)
-    eps = torch.finfo(rr.dtype).eps
-    least, at_once = rr * eps * eps, transform_level() == 0
-    for _ in range(2 * sum([v.numel() for v in wanted])):
-        if at_once and not bool(rr > least):
+    x, r, p = torch.zeros_like(wanted), wanted, wanted
+    rr = r.dot(r)
+    least, fails = rr * eps * eps, rr < 0
+    for _ in range(2 * wanted.numel()):
+        goes = rr > least
+        if not bool(torch.func.debug_unwrap(goes, recurse=True).any()):
             break
         hp = product(p)
-        bent = _dot(p, hp)
-        if at_once and bool((bent <= 0) & (rr > least / eps)):
-            raise RuntimeError(
-                "the derivative of a solution needs a positive definite derivative of "
-                f"optimality there, which has a direction of curvature {float(bent):.2g}: "
-                "is it a minimum, and the only one near?"
-            )
-        goes = (rr > least) & (bent > 0)
+        bent = p.dot(hp)
+        fails = fails | (goes & ~(bent > 0) & (rr > least / eps))
+        goes = goes & (bent > 0)
         step = torch.where(goes, rr / torch.where(goes, bent, 1.0), 0.0)
-        x = [a + step * b for a, b in zip(x, p)]
-        r = [a - step * b for a, b in zip(r, hp)]
-        now = _dot(r, r)
-        share = torch.where(goes, now / torch.where(goes, rr, 1.0), 0.0)
-        p = [a + share * b for a, b in zip(r, p)]
+        x, r = x + step * p, r - step * hp
+        now = r.dot(r)
+        p = r + torch.where(goes, now / torch.where(goes, rr, 1.0), 0.0) * p
         rr = torch.where(goes, now, 0.0)
-    return x
-
-
-def _dot(x: list[Tensor], y: list[Tensor]) -> Tensor:
-    """Return the inner product of two lists of tensors."""
-    return torch.stack([(a * b.conj()).real.sum() for a, b in zip(x, y)]).sum()
+    left = torch.where(fails, 0.0, (wanted - product(x)).norm() / wanted.norm())
+    left = torch.func.debug_unwrap(left, recurse=True)
+    if bool((left > eps**0.5).any()):
+        warnings.warn(
+            "conjugate gradients for the derivative of a solution end with a residual of "
+            f"{float(left.max()):.1e} of the right side after {2 * wanted.numel()} "
+            "products: give the unknowns a like scale",
+            stacklevel=2,
+        )
+    return x, fails

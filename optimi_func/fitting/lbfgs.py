@@ -7,24 +7,34 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.checks import check_number, check_param, check_whole, shown
+from optimi_func.core.checks import check_number, check_whole, scalar_loss, shown
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import PyTree, Scalar
 from optimi_func.core.torch_private import has_vmap, serializable
 from optimi_func.fitting import quasi_newton as qn
 from optimi_func.fitting.implicit import implicit_root
-from optimi_func.pure.tree import paths_in
+from optimi_func.pure.tree import flatten_params, path_of
 
 T = TypeVar("T")
+
+# Of `LBFGSState.reason`.
+GOES_ON, GRADIENT, CHANGE, SEARCH, NOT_FINITE = range(5)
 
 
 @serializable
 class LBFGSState(NamedTuple):
-    """The state of `lbfgs` for one problem; a batch of them has another axis in front."""
+    """The state of `lbfgs` for one problem; a batch of them has another axis in front.
 
-    done: Tensor  # True if params no longer change
+    `reason` is 0 while steps go on. They ended because of 1, a gradient within
+    tolerance_grad; 2, a change within tolerance_change, or within the rounding of the loss;
+    3, a line search that found no lower point; or 4, a loss or gradient that is not finite,
+    at the first point or without a line search.
+    """
+
+    reason: Tensor
     n_iter: Tensor  # accepted moves
     func_evals: Tensor  # evaluations
     f: Tensor  # the loss at params
@@ -33,6 +43,16 @@ class LBFGSState(NamedTuple):
     slope: Tensor  # the product of g and d
     search: qn.Search
     history: qn.History
+
+    @property
+    def done(self) -> Tensor:
+        """True if params no longer change."""
+        return self.reason != GOES_ON
+
+    @property
+    def converged(self) -> Tensor:
+        """True if params are a solution within the tolerances."""
+        return (self.reason == GRADIENT) | (self.reason == CHANGE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +118,8 @@ class lbfgs:
 
     def init(self, params: PyTree) -> LBFGSState:
         """Return fresh state for `params`: no history, and no evaluation yet."""
-        leaves = pytree.tree_leaves(params)
-        places: dict[str, str] = {}
-        for path, p in zip(paths_in(params), leaves):
-            check_param(path, p)
-            places[str(p.device)] = path
+        leaves, _ = flatten_params(params)
+        places = {str(p.device): str(path_of(params, i)) for i, p in enumerate(leaves)}
         if len(places) > 1:
             raise ValueError(
                 f"params are on several devices, {places}: allowed is one, because they "
@@ -114,14 +131,14 @@ class lbfgs:
         zero = torch.zeros((), dtype=scalar_dtype(x.device), device=x.device)
         no, count = zero.bool(), zero.long()
         point = qn.Point(zero, zero, zero, x.new_zeros(x.shape))
-        search = qn.Search(zero, point, point, no, no, no, count)
+        search = qn.Search(zero, point, point, no, no, no, no, count)
         m, zeros = self.history_size, x.new_zeros
         rows = zeros(m, 2, x.numel()), zeros(m, 2), zeros(m), zeros(m, m), zeros(m, m)
         history = qn.History(*rows, count, x.new_ones(()))
         # One tensor for each field, because in-place users of a state may not share them.
         return pytree.tree_map(
             torch.clone,
-            LBFGSState(no, count, count, zero, point.g, point.g, zero, search, history),
+            LBFGSState(count, count, count, zero, point.g, point.g, zero, search, history),
         )
 
     def step(
@@ -140,42 +157,50 @@ class lbfgs:
             value_and_grad: `params -> (loss, gradients)`; it is evaluated once, mostly at
                 another point than params.
         """
-        leaves, spec = pytree.tree_flatten(params)
+        leaves, params_of = qn.tensors_of(params)
         s: Any = state
         x = qn.flat(leaves).detach()
-        at = qn.parts(x + s.search.t.to(x.dtype) * s.d, leaves)
-        value, grads = value_and_grad(pytree.tree_unflatten(at, spec))
-        g = qn.flat(pytree.tree_leaves(grads)).detach().to(x.dtype)
-        f = value.detach().to(s.f.dtype)
+        at = qn.parts(x + s.search.t * s.d, leaves)
+        value, grads = value_and_grad(params_of(at))
+        g = qn.flat(qn.tensors_of(grads)[0]).detach()
+        f, done = value.detach().to(s.f.dtype), s.done
+        good = f.isfinite() & g.isfinite().all()
         fresh, none = s.func_evals == 0, self.line_search_fn is None
         start = qn.Point(torch.zeros_like(s.f), s.f, s.slope, s.g)
-        new = qn.Point(s.search.t, f, g.dot(s.d).to(f.dtype), g)
-        width = s.d.abs().amax().to(f.dtype)
-        search, ended, best = qn.advance(
-            s.search, new, start, width, self.max_ls, self.tolerance_change
+        new = qn.Point(s.search.t, torch.where(good, f, math.inf), g.dot(s.d), g)
+        search, ended, fits, best = qn.advance(
+            s.search, new, start, s.d.abs().amax(), self.max_ls, self.tolerance_change
         )
-        moves = (fresh | ended | none) & ~s.done
-        best = qn.pick(fresh | none, new, best)
-        move = best.t.to(x.dtype) * s.d
+        # Rounding of the loss may hide a lower point, which the slopes have told of.
+        digits = 10 * torch.finfo(value.dtype).eps
+        fits = fits | (search.bends & (-s.slope <= digits * s.f.abs()))
+        moves, bad = (fresh | ended | good & none) & ~done, ~good & (fresh | none)
+        best = qn.pick(fresh | none, new._replace(f=f), best)
+        move = best.t * s.d
         history = qn.remember(s.history, move, best.g - s.g, best.g, moves & ~fresh)
         d = qn.direction(history, best.g)
-        slope = best.g.dot(d).to(f.dtype)
+        slope = best.g.dot(d)
         still = (move.abs().amax() <= self.tolerance_change) | (
             (best.f - s.f).abs() < self.tolerance_change
         )
-        done = (best.g.abs().amax() <= self.tolerance_grad) | (~fresh & still)
-        done = done | ~best.f.isfinite() | (slope > -self.tolerance_change)
-        first = (1.0 / best.g.abs().sum()).clamp_max(1.0).to(f.dtype)
-        t = torch.where(fresh, first, 1.0) * self.lr
+        still = (~fresh & still) | (slope > -self.tolerance_change)
+        small = best.g.abs().amax() <= self.tolerance_grad
+        settled = (fits | fresh | none) & (slope <= 0)
+        reason = torch.where(still, torch.where(settled, CHANGE, SEARCH), GOES_ON)
+        reason = torch.where(bad, NOT_FINITE, torch.where(small, GRADIENT, reason))
+        first = (1.0 / best.g.abs().sum()).clamp_max(1.0)
+        lr = self.lr.reshape(()) if isinstance(self.lr, Tensor) else self.lr
+        t = torch.where(fresh, first, 1.0) * lr
         restart = qn.Point(start.t, best.f, slope, best.g)
-        no, count = torch.zeros_like(s.done), torch.zeros_like(s.n_iter)
-        restart = qn.Search(t, restart, restart, no, no, no, count)
-        counts = s.n_iter + (moves & ~fresh), s.func_evals + ~s.done
+        no, count = torch.zeros_like(done), torch.zeros_like(s.n_iter)
+        restart = qn.Search(t, restart, restart, no, no, no, no, count)
+        counts = s.n_iter + (moves & ~fresh), s.func_evals + ~done
         here = qn.pick(moves, (best.f, best.g, d, slope), (s.f, s.g, s.d, s.slope))
-        search = qn.pick(moves, restart, qn.pick(s.done, s.search, search))
-        after = LBFGSState._make([s.done | (moves & done), *counts, *here, search, history])
+        search = qn.pick(moves, restart, qn.pick(done, s.search, search))
+        reason = torch.where((moves | bad) & ~done, reason, s.reason)
         x = torch.where(moves, x + move, x)
-        return pytree.tree_unflatten(qn.parts(x, leaves), spec), after
+        after = LBFGSState._make([reason, *counts, *here, search, history])
+        return params_of(qn.parts(x, leaves)), after
 
     def solve(
         self,
@@ -183,7 +208,8 @@ class lbfgs:
         params: T,
         *args: PyTree,
         max_steps: int = 1000,
-        in_dims: tuple[int | None, ...] | None = None,
+        in_dims: int | tuple[int | None, ...] | None = None,
+        state: LBFGSState | None = None,
     ) -> tuple[T, LBFGSState]:
         """Return the parameters that minimize loss(params, *args), and the last state.
 
@@ -196,64 +222,76 @@ class lbfgs:
             args: Trees of tensors: data, and numbers that the solution depends on.
             max_steps: The largest number of evaluations.
             in_dims: For a batch of problems, the axis of params and of each of args that
-                counts them, as in torch.func.vmap: `(0, 0, None)`.
+                counts them, as in torch.func.vmap: `(0, 0, None)`, or 0 for all.
+            state: The last state, to go on from these params with the same loss and args.
 
         Raises:
-            ValueError: in_dims that do not fit params and args.
-            RuntimeError: A call under torch.func.vmap: its loop ends by values.
+            ValueError: in_dims that do not fit params and args, numbers of problems that
+                differ, or a state of other params or options.
+            RuntimeError: loss takes a tensor from elsewhere that needs a derivative.
         """
         check_whole("max_steps", max_steps, 1)
-        if has_vmap():
-            raise RuntimeError(
-                "lbfgs.solve cannot run under torch.func.vmap, because its loop ends by "
-                "values: pass in_dims to it, or vmap lbfgs.step"
-            )
+        flatten_params(params)  # which checks them
+        (leaves, params_of), (tensors, args_of) = map(qn.tensors_of, (params, args))
+        axes, count = _axes(in_dims, params, args), len(leaves)
 
-        def one(p: object, s: LBFGSState, *given: object) -> object:
-            reverse: Any = torch.func.grad_and_value(loss)
-            return self.step(p, s, lambda q: reverse(q, *given)[::-1])
+        def only(p: list[Tensor], *xs: Tensor) -> Tensor:
+            return scalar_loss(loss(params_of(p), *args_of(xs)), False)
 
-        def solved(p: T, *given: PyTree) -> T:
-            return implicit_root(torch.func.grad(loss), p, *given)
+        def one(p: list[Tensor], s: LBFGSState, *xs: Tensor) -> PyTree:
+            reverse: Any = torch.func.grad_and_value(only)
+            return self.step(p, s, lambda q: reverse(q, *xs)[::-1])
 
+        def solved(p: list[Tensor], *xs: Tensor) -> list[Tensor]:
+            return implicit_root(torch.func.grad(only), p, *xs)
+
+        init: Callable[..., LBFGSState] = self.init
         step: Callable[..., PyTree] = one
-        dims = (None,) * (1 + len(args)) if in_dims is None else in_dims
-        fits = type(dims) is tuple and len(dims) == 1 + len(args)
-        fits = fits and all([x is None or type(x) is int for x in dims])
-        if not fits or (in_dims is not None and dims[0] is None):
-            raise ValueError(
-                f"in_dims={in_dims!r}: allowed are None, and a tuple of an axis for params "
-                f"and an axis or None for each of the {len(args)} args"
-            )
         with torch.no_grad():
-            given = [_front(x, dim or 0) for x, dim in zip((params, *args), dims)]
-            if in_dims is None:
-                state = self.init(given[0])
-            else:
-                moved = [None if x is None else 0 for x in dims[1:]]
-                step = torch.func.vmap(one, in_dims=(0, 0, *moved))
-                solved = torch.func.vmap(solved, in_dims=(0, *dims[1:]))
-                state = torch.func.vmap(self.init)(given[0])
-            start = given[0], state
-            solution, state = _solved(step, start, given[1:], dims[1:], max_steps)
-        return solved(solution, *args), state
+            every = zip((*leaves, *tensors), axes)
+            fixed = [x.detach().movedim(dim or 0, 0) for x, dim in every]
+            sizes = [len(x) for x, dim in zip(fixed, axes) if dim is not None]
+            if len({*sizes}) > 1:
+                raise ValueError(
+                    f"in_dims={in_dims!r}: the tensors of params and args have {sizes} "
+                    "problems along these axes: allowed is one number for all"
+                )
+            if in_dims is not None:
+                moved = [None if dim is None else 0 for dim in axes[count:]]
+                init, step = vmap(self.init), vmap(one, in_dims=(0, 0, *moved))
+                solved = vmap(solved, in_dims=(0, *axes[count:]))
+            fresh = init(fixed[:count])
+            last = fresh if state is None else state
+            sides = [tuple(x.history.pairs.shape) for x in (last, fresh)]
+            if sides[0] != sides[1]:
+                raise ValueError(f"state= has pairs of {sides[0]}: allowed is {sides[1]}")
+            now = fixed[:count], last
+            solution, last = _solved(step, now, fixed[count:], axes[count:], max_steps)
+        found: Any = params_of(solved(solution, *tensors))
+        return found, last
 
 
-def _front(tree: PyTree, dim: int) -> PyTree:
-    """Return the tensors without their history, and with an axis in front."""
-    return pytree.tree_map_only(Tensor, lambda x: x.detach().movedim(dim, 0), tree)
-
-
-def _rows(tree: PyTree, at: Tensor) -> PyTree:
-    """Return some members of a batch."""
-    return pytree.tree_map(lambda x: x[at], tree)
+def _axes(in_dims: object, params: PyTree, args: tuple[PyTree, ...]) -> list[int | None]:
+    """Return the axes of the tensors of params and args that count problems, or raise."""
+    dims: Any = in_dims
+    if in_dims is None or type(in_dims) is int:
+        dims = (in_dims,) * (1 + len(args))
+    fits = type(dims) is tuple and len(dims) == 1 + len(args)
+    fits = fits and all([x is None or type(x) is int for x in dims])
+    if not fits or (in_dims is not None and dims[0] is None):
+        raise ValueError(
+            f"in_dims={in_dims!r}: allowed are None, an axis, and a tuple of an axis for "
+            f"params and an axis or None for each of the {len(args)} args"
+        )
+    trees = zip((params, *args), dims)
+    return [dim for tree, dim in trees for _ in qn.tensors_of(tree)[0]]
 
 
 def _solved(
     step: Callable[..., PyTree],
     now: PyTree,
-    args: Sequence[object],
-    dims: tuple[object, ...],
+    args: Sequence[Tensor],
+    axes: Sequence[int | None],
     most: int,
 ) -> PyTree:
     """Step `(params, state)` until all problems are done, or `most` times.
@@ -268,14 +306,15 @@ def _solved(
         return pytree.tree_map(lambda x, y: x.index_copy(0, members, y), results, now)
 
     for _ in range(most):
-        now = step(*now, *args)
-        done = now[1].done
+        # Of all problems, also of those of a vmap around this call.
+        done = torch.func.debug_unwrap(now[1].done, recurse=True)
         unsolved = int(done.numel() - done.sum())
         if unsolved == 0:
             break
-        if unsolved <= done.numel() // 2:
+        if unsolved <= done.numel() // 2 and not has_vmap():
             results, at = joined(), (~done).nonzero()[:, 0]
             members = at if members is None else members[at]
-            now = _rows(now, at)
-            args = [x if dim is None else _rows(x, at) for x, dim in zip(args, dims)]
+            now = pytree.tree_map(lambda x, at=at: x[at], now)
+            args = [x if dim is None else x[at] for x, dim in zip(args, axes)]
+        now = step(*now, *args)
     return joined()

@@ -3,11 +3,15 @@
 They compute with 0-d tensors and never branch on them, so that a step vmaps and traces.
 """
 
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from optimi_func.core.math import scalar_dtype
+from optimi_func.core.rule import PyTree
 from optimi_func.core.torch_private import serializable
 
 # The Wolfe conditions: a decrease by this share of the slope, and a flatter slope.
@@ -44,6 +48,7 @@ class Search(NamedTuple):
     low_is_b: Tensor  # True if b is the lower end
     zooms: Tensor  # True once a minimum lies in the bracket
     stalled: Tensor  # True if the last trial was close to an end of the bracket
+    bends: Tensor  # True once the slope was flatter
     count: Any  # evaluations after the first
 
 
@@ -56,17 +61,18 @@ def minimizer(p: Point, q: Point, low: Tensor, high: Tensor) -> Tensor:
     share = (far[2] + d2 - d1) / (far[2] - near[2] + 2 * d2)
     t = far[0] - (far[0] - near[0]) * share
     t = pick(t < low, low, t)
-    return pick(square >= 0, pick(t > high, high, t), (low + high) / 2.0)
+    known = (square >= 0) & ~t.isnan()  # it is NaN if an end has no finite loss
+    return pick(known, pick(t > high, high, t), (low + high) / 2.0)
 
 
 def advance(
     s: Search, new: Point, start: Point, width: Tensor, most: int, least: float
-) -> tuple[Search, Tensor, Point]:
-    """Return the search after an evaluation, True if it has ended, and its best point.
+) -> tuple[Search, Tensor, Tensor, Point]:
+    """Return the search after an evaluation, if it ended and succeeded, and its best point.
 
-    `new` was evaluated at `s.t`, and `start` is the point with t = 0. At most `most`
-    evaluations follow the first. `width` is the largest element of the direction, and
-    `least` the smallest move across a bracket.
+    `new` was evaluated at `s.t`, with a loss of inf if it is not finite, and `start` is the
+    point with t = 0. At most `most` evaluations follow the first. `width` is the largest
+    element of the direction, and `least` the smallest move across a bracket.
     """
     rises = new.f > start.f + _DECREASE * new.t * start.slope
     flat = abs(new.slope) <= -_CURVATURE * start.slope
@@ -90,7 +96,8 @@ def advance(
     # What ends the search, and else the next length to try.
     zooms = s.zooms | brackets
     narrow = zooms & (abs(b.t - a.t) * width < least)
-    ended = last | narrow | pick(s.zooms, ~worse & flat, holds)
+    met = pick(s.zooms, ~worse & flat, holds)
+    bends = s.bends | ((new.slope >= _CURVATURE * start.slope) & new.f.isfinite())
     left, right = pick(a.t < b.t, a.t, b.t), pick(a.t < b.t, b.t, a.t)
     t, edge = minimizer(a, b, left, right), 0.1 * (right - left)
     close = (right - t < edge) | (t - left < edge)
@@ -98,8 +105,9 @@ def advance(
     outside = s.stalled | (t >= right) | (t <= left)
     t = pick(zooms, pick(close & outside, inside, t), wider)
     stalled = zooms & close & ~outside
-    after = Search(t, pick(zooms, a, new), b, low_is_b, zooms, stalled, s.count + 1)
-    return after, ended, pick(low_is_b, b, a)
+    best, a = pick(low_is_b, b, a), pick(zooms, a, new)
+    after = Search(t, a, b, low_is_b, zooms, stalled, bends, s.count + 1)
+    return after, last | narrow | met, met, best
 
 
 @serializable
@@ -155,16 +163,26 @@ def direction(h: History, g: Tensor) -> Tensor:
     return torch.addmv(-h.scale * g, h.pairs.flatten(0, 1).mT, shares.flatten())
 
 
+def tensors_of(tree: PyTree) -> tuple[list[Tensor], Callable[..., PyTree]]:
+    """Return the tensors of a tree, and a function that makes the tree of others."""
+
+    def rebuilt(tensors: Iterable[Tensor]) -> PyTree:
+        others = iter(tensors)
+        return pytree.tree_map_only(Tensor, lambda _: next(others), tree)
+
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)], rebuilt
+
+
 def flat(leaves: list[Tensor]) -> Tensor:
     """Return the elements of all tensors in a new one, complex ones as pairs.
 
-    It has the widest of their dtypes, and at least float32: a difference of gradients has
-    no digits left in bfloat16.
+    It is in float64 where the device has it: the product of two gradients would overflow
+    in float32, and a difference of gradients has no digits left in bfloat16.
     """
     dense = [x.to_dense() if x.is_sparse else x.resolve_conj() for x in leaves]
     real = [torch.view_as_real(x) if x.is_complex() else x for x in dense]
-    vector = torch.cat([x.reshape(-1) for x in real])
-    return vector.to(torch.promote_types(vector.dtype, torch.float32))
+    dtype = scalar_dtype(real[0].device)
+    return torch.cat([x.flatten().to(dtype) for x in real])
 
 
 def parts(x: Tensor, leaves: list[Tensor]) -> list[Tensor]:

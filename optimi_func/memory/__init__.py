@@ -113,7 +113,9 @@ def plan(
     for name, dtype, storage in WAYS:
         meta = metas[dtype]
         try:
-            state, scratch = kept.kept(make, meta, storage, options, device, ranks)
+            state, scratch, directions = kept.kept(
+                make, meta, storage, options, device, ranks
+            )
         except ValueError:
             if storage is None:
                 raise
@@ -126,8 +128,9 @@ def plan(
         for (key, p), x in zip(params.items(), meta.values()):
             if p.requires_grad:
                 size = kept.held(x, ranks)
-                more = kept.rounded(size, device), scratch.get(key, 0), uses[id(p)]
-                sizes.append(replay.Param(size // x.element_size(), *more))
+                more = scratch.get(key, 0), uses[id(p)], directions.get(key, 0)
+                count, size = size // x.element_size(), kept.rounded(size, device)
+                sizes.append(replay.Param(count, size, *more))
         fixed = _fixed(model, meta, ranks, device)
         for release, buffer in _variants(dtype, accumulation_steps):
             if release and not releases:

@@ -19,8 +19,10 @@ from torch.utils import _pytree as pytree
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core.codes import GROUP
 from optimi_func.core.distributed import any_distributed, is_distributed, to_local
-from optimi_func.core.rule import WHOLE_BATCH, StorageLike
+from optimi_func.core.leaf import compute_dtype
+from optimi_func.core.rule import WHOLE_BATCH, Rule, StorageLike
 from optimi_func.execution.kernels import has_list_kernels
+from optimi_func.execution.shaped import EXAMPLES
 from optimi_func.memory.trace import Counter, cast_dtype, most_alive
 
 # A class of this package, or a function that makes one of its optimizers in the same way.
@@ -125,12 +127,12 @@ def kept(
     options: Options,
     device: str,
     ranks: int,
-) -> tuple[int, dict[str, int]]:
-    """Return the bytes of an optimizer's state, and of each update's temporaries."""
+) -> tuple[int, dict[str, int], dict[str, int]]:
+    """Return the bytes of state, and each update's of temporaries and direction in them."""
     options = {**options, "storage": storage}
     optimizer = make(params, options)
     optimizer.init_state()
-    total, eager = 0, list[str]()
+    total, eager, directions = 0, list[str](), dict[str, int]()
     for name, p in params.items():
         entry = optimizer.state.get(p, {})
         tensors = [x for x in entry.values() if isinstance(x, Tensor)]
@@ -138,10 +140,15 @@ def kept(
         there = [x for x in tensors if x.is_meta or device == "cpu"]
         total += sum(rounded(held(x, ranks), device) for x in there)
         group = optimizer.group_of(p)
-        # A rule with a map of whole tensors needs temporaries in a compiled step too.
-        compiled = group["compile"] is not False and optimizer.rule_of(group).whole is None
-        if p.requires_grad and not (compiled and _has_kernel(p, entry, device)):
+        rule = optimizer.rule_of(group)
+        compiled = group["compile"] is not False and _has_kernel(rule, p, entry, device)
+        if p.requires_grad and not compiled:
             eager.append(name)
+            if rule.whole is not None:
+                wide = compute_dtype(p.dtype).itemsize
+                directions[name] = rounded(
+                    held(p, ranks) // p.element_size() * wide, device
+                )
     if eager and any_distributed(list(params.values())):
         parts = to_local([p.detach() for p in params.values()])
         params = {
@@ -158,12 +165,15 @@ def kept(
         if kind not in by_kind:
             by_kind[kind] = _temporaries(optimizer, p, device)
         scratch[name] = -(-by_kind[kind] // ranks)
-    return total, scratch
+    return total, scratch, directions
 
 
-def _has_kernel(p: Tensor, entry: Mapping[str, object], device: str) -> bool:
+def _has_kernel(rule: Rule, p: Tensor, entry: Mapping[str, object], device: str) -> bool:
     """Return True if the compiled step of p needs no temporaries."""
     kinds = {x.dtype for x in entry.values() if isinstance(x, Tensor)}
+    if rule.whole is not None:  # as shaped kernels take it
+        plain = p.dim() in EXAMPLES and p.is_contiguous() and kinds == {torch.float32}
+        return plain and device == "cpu" and rule.whole_digest != ""
     coded = any(not kind.is_floating_point for kind in kinds)
     if not coded or has_list_kernels(torch.device(device)):
         return True

@@ -10,7 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from optimi_func.core.lists import chunks
 from optimi_func.execution.executors import SMALL
+from optimi_func.execution.wholes import BATCHED, ELEMENTS
 from optimi_func.gradient_release.backward import PENDING_BYTES, aligned, staging_size
 from optimi_func.memory.kept import rounded
 from optimi_func.memory.trace import Event, Trace, most_alive
@@ -23,6 +25,7 @@ class Param(NamedTuple):
     bytes: int  # in this process; its gradient has as many
     scratch: int  # temporaries of its update
     uses: int  # number of names that the model has for it
+    direction: int  # those of its temporaries that are held together with others'
 
 
 class Handling:
@@ -76,7 +79,7 @@ def peak_of(traced: Trace | None, params: Sequence[Param], handling: Handling) -
         keep = handling.backwards == 1
         last = _Run(params, handling, 0 if keep else sum(p.bytes for p in params))
         last.play(events, keep, update=False)
-        last.look("step", max((p.scratch for p in params), default=0))
+        last.look("step", _temporaries(params, handling.device))
     peaks = [last.peak]
     if handling.release and handling.backwards > 2:
         # The first backward has no sums yet, so the second one counts.
@@ -159,12 +162,24 @@ class _Run:
 
     def _flush(self) -> None:
         """Update the parameters that wait."""
-        self.look("backward", max((p.scratch for p in self._waiting), default=0))
+        self.look("backward", _temporaries(self._waiting, self._handling.device))
         self._gradients -= sum(p.numel for p in self._waiting) * self._handling.sum_bytes
         self._gradients -= sum(self._held.values())
         self._held.clear()
         self._waiting.clear()
         self._waiting_bytes = 0
+
+
+def _temporaries(params: Sequence[Param], device: str) -> int:
+    """Return the most bytes of temporaries while these parameters are updated together."""
+    most = max([p.scratch for p in params], default=0)
+    whole = [p for p in params if p.direction]
+    # CUDA maps those of one shape at once: they count as if all had one.
+    size, join = (BATCHED, sum) if device == "cuda" else (ELEMENTS, max)
+    for batch in chunks(whole, size, lambda p: p.numel) if whole else ():
+        mapped = join([p.scratch - p.direction for p in batch])
+        most = max(most, mapped + sum([p.direction for p in batch]))
+    return most
 
 
 def _without_activations(params: Sequence[Param]) -> list[Event]:

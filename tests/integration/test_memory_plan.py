@@ -13,7 +13,7 @@ from planned import FEW, GPT, MANY, TOKENS, Net, autocast, by_name, entropy, squ
 from torch import Tensor, nn
 
 import optimi_func
-from optimi_func import SGD, AdamW
+from optimi_func import SGD, Adafactor, AdamW, Muon, NorMuon
 from optimi_func.execution import kernels
 from optimi_func.memory import plan
 
@@ -52,6 +52,34 @@ def test_the_peak_is_the_profilers(kind: str) -> None:
         assert found[name].peak == pytest.approx(measured, rel=3e-3), name
         if kind != "checkpoint":
             assert abs(found[name].peak - measured) <= 64, name
+
+
+@pytest.mark.usefixtures("plain_products")
+@pytest.mark.parametrize("cls", [Muon, Adafactor, NorMuon])
+def test_directions_of_small_matrices_are_held_together(cls: type) -> None:
+    """Those of a step, or of the small gradients of a release, one for each matrix."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(8)])
+
+    batch = torch.randn(4, 128)
+    found = by_name(plan(make(), cls, "1GB", squared, batch, compile=False))
+    for name in ("float32", "float32, release"):
+        measured = trained_peak(make, squared, batch, found[name])
+        assert found[name].peak == pytest.approx(measured, rel=2e-2), name
+    assert found["float32"].scratch > 8 * 128 * 128 * 4
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("plain_products")
+def test_a_compiled_adafactor_holds_no_directions() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(8)])
+
+    batch = torch.randn(4, 128)
+    found = by_name(plan(make(), Adafactor, "1GB", squared, batch))["float32"]
+    measured = trained_peak(make, squared, batch, found)
+    assert found.scratch == 0 and abs(found.peak - measured) <= 64
 
 
 @pytest.mark.full

@@ -140,9 +140,12 @@ class OwnRule(FunctionalOptimizer):
                 )
         if not torch.compiler.is_compiling():
             self.__dict__["rule"] = self.rule  # which is looked up once
-        means, measure = self.rule.means, self.rule.measure
-        if self.cautious and (measure or (means is not None and means.divides == "sum")):
-            what = "measure" if measure else "means that take decay"
+        means, what = self.rule.means, ""
+        if self.rule.measure or self.rule.join:
+            what = "measure" if self.rule.measure else "sums"
+        elif means is not None and means.divides == "sum":
+            what = "means that take decay"
+        if self.cautious and what:
             raise ValueError(f"{where}: cautious=True with {what}: allowed is False")
         super().check()
         # A class's `check` sets the bounds of fields that have none of their own.

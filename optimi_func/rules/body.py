@@ -31,7 +31,7 @@ from optimi_func.classes.forms import (
     check_calls,
     step_function,
 )
-from optimi_func.core.checks import bind_call, shown
+from optimi_func.core.checks import bind_call, said_of_extras, shown
 from optimi_func.core.rule import DecayKind, Named, PyTree, Rates, Rule, Scalar
 from optimi_func.core.storage import storage_of
 from optimi_func.core.torch_private import constant_in_graphs
@@ -193,8 +193,9 @@ class OwnRule(FunctionalOptimizer):
         """
         if (extras or self.rule.extras) and {*self.rule.extras} != {*extras}:
             raise TypeError(
-                f"the step of {type(self).__name__} got the extras {sorted(extras)}: "
-                f"its direction takes {sorted(self.rule.extras)}"
+                f"the step of {type(self).__name__} got the extras {sorted(extras)}: its "
+                "direction takes "
+                f"{said_of_extras(self.rule.extras, self.__dataclass_fields__)}"
             )
         tree = FlatTree.of(params, grads, state).check(self.rule)
         if not self.rule.given:

@@ -11,7 +11,7 @@ from optimi_func.core.distributed import distribute_like, whole, whole_field
 from optimi_func.core.math import moment
 from optimi_func.core.rule import MomentStorage, Named, Rule, Scalar
 from optimi_func.core.storage import encode
-from optimi_func.rules.lifting import as_scalar, is_scalar
+from optimi_func.rules.lifting import as_scalar, is_scalar, line_of
 
 RATES = ("lr", "weight_decay")
 
@@ -64,6 +64,20 @@ class Explicit(NamedTuple):
         return result, {name: as_scalar(x) for name, x in scalars.items()}
 
 
+def _called(me: Any, method: str, *args: object) -> Any:
+    """Return what a method returns. Raise if it reads lr or weight_decay of self."""
+    try:
+        return getattr(me, method)(*args)
+    except AttributeError as error:
+        if error.name not in RATES:
+            raise
+        where, how = f"{type(me).__name__}.{method}", f"whole(self, d, {error.name})"
+        raise TypeError(
+            f"{where} reads self.{error.name}, which methods have that are traced: {how} "
+            "is given it, and init is the same for all"
+        ) from error
+
+
 def makers_of(owner: str, kind: object) -> list[Callable[..., Any]]:
     """Return the functions that make the fields of a State, by their annotations."""
     if not (isinstance(kind, type) and hasattr(kind, "_field_defaults")):
@@ -112,7 +126,9 @@ def make_init(
         if make is whole_field and isinstance(x, tuple | list):
             return all([isinstance(n, int) and n >= 0 for n in x])
         return x is None or (
-            isinstance(x, Tensor) and (make is whole_field or x.shape == p.shape)
+            isinstance(x, Tensor)
+            and x.is_floating_point()
+            and (make is whole_field or x.shape == p.shape)
         )
 
     def init(
@@ -121,8 +137,8 @@ def make_init(
         if not hasattr(cls, "init"):
             return kind(*[field(p, kept, make, None) for make in makers])
         try:
-            found = cls.bare({**statics, **(usual if numbers is None else numbers)})
-            found = found.init(p)
+            me = cls.bare({**statics, **(usual if numbers is None else numbers)})
+            found = _called(me, "init", p)
         except (TypeError, RuntimeError) as error:  # vmap raises the second
             hint = "None is for zeros, and torch.zeros_like(p) + self.x for full_like"
             raise TypeError(f"{where}: {error} ({hint})") from error
@@ -130,7 +146,7 @@ def make_init(
         if not right or not all([fits(p, *pair) for pair in zip(makers, found)]):
             raise TypeError(
                 f"{where} returned {found!r} for a parameter of {tuple(p.shape)}: "
-                "allowed is self.State of tensors of its shape, and None for zeros"
+                "allowed is self.State of floating tensors of its shape, and None for zeros"
                 f"{', and in Shaped fields of any, and shapes' * (whole_field in makers)}"
             )
         return kind(*[field(p, kept, *pair) for pair in zip(makers, found)])
@@ -157,7 +173,8 @@ def make_whole(
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         now = dict(zip(numbers, c.whole[1:]))
         arguments = {**now, "d": d, "s": kind(*rest, *fields), "t": c.whole[0], "x": x}
-        value = cls.bare({**statics, **now}).whole(*[arguments[name] for name in takes])
+        me = cls.bare({**statics, **now})
+        value = _called(me, "whole", *[arguments[name] for name in takes])
         new_d, state = value if names and isinstance(value, tuple) else (value, ())
         right = isinstance(new_d, Tensor) and new_d.shape == d.shape
         if names and (not right or getattr(state, "_fields", ()) != kind._fields):
@@ -195,16 +212,22 @@ def make_refuses(
 
     def refuses(p: Tensor) -> str | None:
         why = None if method is None else me.refuses(p)
-        if why is None and tried:
-            try:
+        if why is not None or not tried or torch.compiler.is_compiling():
+            return why
+        try:
+            with torch.inference_mode(False):  # in which tensors have no version
                 d = torch.empty(p.shape, dtype=torch.float32, device="meta")
                 fields = rule.init(d, d.dtype)[len(rule.fields) :]
+                given = {"d": d, "x": d.clone(), **dict(zip(rule.whole_fields, fields))}
+                before = {name: x._version for name, x in given.items()}
                 assert map_of is not None
-                map_of(d, d if rule.reads_param else None, tuple(fields), now)
-            except NotImplementedError:
-                return None  # an operation that the meta device lacks
-            except Exception as error:
-                return f"whole raises {type(error).__name__}: {error}"
-        return why
+                map_of(d, given["x"] if rule.reads_param else None, tuple(fields), now)
+        except NotImplementedError:
+            return None  # an operation that the meta device lacks
+        except Exception as error:
+            return f"whole raises {type(error).__name__}: {error}{line_of(error)}"
+        for name in [name for name, x in given.items() if x._version != before[name]]:
+            raise TypeError(f"{cls.__name__}.whole writes to {name}, which it is given")
+        return None
 
     return refuses

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from functools import partial, wraps
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any, Literal, ParamSpec, TypedDict, TypeVar
+from typing import Any, ClassVar, Literal, ParamSpec, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -145,11 +145,17 @@ class BaseOptimizer(Fields, Steps):
                 f"{cls.__name__}.factory={cls.factory.__name__} takes {cls.keywords}: "
                 f"allowed are lr first, and fields of the class, which lacks {missing}"
             )
-        signature = cls._signature()
+        cls._call = signature = cls._signature()
+        # One that a user wrote stays, unless a subclass of its class declares fields.
+        written = cls.__init__ is not cls._made
+        if "__init__" in vars(cls) or (written and not cls._declared):
+            return
 
         def __init__(self: BaseOptimizer, *args: object, **kwargs: object) -> None:
-            take_torchs(kwargs, cls.factory, cls.keywords)
-            bound = bind_call(cls.__name__, signature, args, kwargs)
+            kind = type(self)  # which may have fields besides
+            take_torchs(kwargs, kind.factory, kind.keywords)
+            signature = kind._call
+            bound = bind_call(kind.__name__, signature, args, kwargs)
             (_, params), *defaults = bound.items()
             BaseOptimizer.__init__(self, params, dict(defaults))
             warn_of_torchs_order(signature.parameters, args)
@@ -159,7 +165,7 @@ class BaseOptimizer(Fields, Steps):
             parameters=[self, *signature.parameters.values()]
         )
         __init__.__qualname__ = f"{cls.__qualname__}.__init__"
-        cls.__init__ = __init__
+        cls.__init__ = cls._made = __init__
 
     def __init__(self, params: Params, defaults: Group) -> None:
         check_no_module(params)
@@ -445,6 +451,8 @@ class BaseOptimizer(Fields, Steps):
         return "\n".join([*lines, ")"])
 
     track, stats = Removed(), Removed()
+    _made: ClassVar[Callable[..., None]] = __init__  # the constructor, of fields
+    _call: ClassVar[inspect.Signature] = inspect.Signature()  # of its arguments
 
     def __getstate__(self) -> dict[str, object]:
         """Return the attributes for pickle and deepcopy, without caches and hooks."""

@@ -189,7 +189,9 @@ class WholeLaunch(Launch):
                 owned.setdefault(key, []).append(Owned(i, row, _holders(slot, fields), x))
             elif slot.shard is not None:
                 every = slot.shard, *slot.fields
-                d, *fields = [x if s is None else shard_of(x, s) for x, s in zip(row, every)]
+                d, *fields = [
+                    x if s is None else shard_of(x, s) for x, s in zip(row, every)
+                ]
                 if (x := read(i)) is not None:
                     x = shard_of(x, slot.shard)
                 mapped, new = on_whole(whole, d, x, tuple(fields), coeffs[at])

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import InitVar
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor

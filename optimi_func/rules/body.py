@@ -1,11 +1,13 @@
 """Optimizers that are written as class bodies: fields, a State, a direction."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from abc import ABCMeta
+from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import KW_ONLY, InitVar, dataclass, field, make_dataclass
 from functools import partial
 from hashlib import sha256
+from itertools import chain
 from typing import (
     Any,
     ClassVar,
@@ -219,10 +221,38 @@ class OwnRule(FunctionalOptimizer):
 def _trace(cls: "type[Body]", statics: tuple[object, ...]) -> bool:
     """Trace the methods, if they are new. A graph being compiled calls this at once."""
     cls.rule_for(statics)
+    if not cls._used:  # written once, because it empties the caches of attributes
+        cls._used = True
     return True
 
 
-class Body(BaseOptimizer):
+class Written(ABCMeta):
+    """The type of class bodies, which are traced: a rule does not see later assignments."""
+
+    def __setattr__(cls, name: str, x: object) -> None:
+        """Assign as a decorator does. Raise if a rule has been made of the class."""
+        _change(cast("type[Body]", cls), name, partial(type.__setattr__, cls, name, x))
+
+    def __delattr__(cls, name: str) -> None:
+        """Delete an attribute. Raise if a rule has been made of the class."""
+        _change(cast("type[Body]", cls), name, partial(type.__delattr__, cls, name))
+
+
+def _change(cls: "type[Body]", name: str, change: Callable[[], None]) -> None:
+    """Change an attribute, and make the rule anew, if methods may read it."""
+    used = vars(cls).get("_used")
+    if used is None or name[:2] == "__" or name in _UNREAD:
+        return change()
+    if used:
+        raise TypeError(
+            f"{cls.__name__}.{name} is assigned, but the class has been used or has "
+            "subclasses, which are traced when they are defined: allowed is a subclass"
+        )
+    change()
+    Body.__init_subclass__.__func__(cls)  # pyright: ignore[reportFunctionMemberAccess]
+
+
+class Body(BaseOptimizer, metaclass=Written):
     """Base class of optimizers that are written as class bodies: see `Optimizer`.
 
     The package's have a `name`, that of their value. Their methods are traced when they are
@@ -242,20 +272,35 @@ class Body(BaseOptimizer):
     # Traced rules with the choices that their methods have read.
     _known: ClassVar[list[tuple[dict[str, object], Rule]]] = []
     _usual: ClassVar[Decay] = "decoupled"
+    # True if values or subclasses have been made of it, None while it is defined.
+    _used: ClassVar[bool | None]
 
     def __init_subclass__(cls, decay: Decay | None = None, name: str = "") -> None:
         """Make `pure` and the constructor, and trace the methods."""
-        if not (name or decay or _is_rule(cls)):
+        cls._used = None
+        bases = [base for base in cls.__mro__[1:] if isinstance(base, Written)]
+        for base in bases:
+            if vars(base).get("_used") is False:
+                base._used = True
+        if name or decay or _differs(cls, bases[0]):
+            cls._name, cls._usual = name or vars(cls).get("_name", ""), decay or cls._usual
+            cls._define()
+        else:
             super().__init_subclass__()
-            return
-        cls._name, cls._usual = name, decay or cls._usual
-        cls._own = {**cls._own, **_own_fields(cls)}
-        written = {k: x for base in reversed(cls.__mro__) for k, x in vars(base).items()}
+        cls._used = False
+
+    @classmethod
+    def _define(cls) -> None:
+        every = [pair for base in reversed(cls.__mro__) for pair in vars(base).items()]
+        written, own = dict(every), {k: x for k, x in every if isinstance(x, Field)}
+        for name in own.keys() - vars(cls).keys():
+            if not hasattr(written[name], "__get__"):
+                setattr(cls, name, written[name])  # another default, of a mixin
+        cls._own = own
+        cls._own = {**own, **_own_fields(cls)}
         cls._choices = tuple(sorted(k for k, x in written.items() if isinstance(x, choice)))
         cls._rules, cls._known, traced = {}, [], hasattr(cls, "direction")
-        cls.pure = _lacks_direction(cls)
-        if traced:
-            cls.factory = cls.pure = _pure(cls)
+        cls.factory = cls.pure = _pure(cls) if traced else _lacks_direction(cls)
         super().__init_subclass__()
         defaults = {option.name: option.default for option in cls._own.values()}
         if traced and cls.at_definition and EMPTY not in defaults.values():
@@ -319,13 +364,15 @@ class Body(BaseOptimizer):
         odd = bool, type(None), type
         numbers = {k: 0.5 if isinstance(x, odd) else x for k, x in numbers.items()}
         making = Making(cls, numbers, fixed)
-        rule = making.rule(cls.at_definition)
-        if cls.compiles_whole and cls.__module__.startswith("optimi_func."):
-            # The package's sources are in the keys of the store.
-            text = repr((cls.__module__, cls.__qualname__, rule.digest, fixed))
+        tried = cls.at_definition or not cls._name
+        rule = making.rule(tried)
+        # The package's sources are in the keys of the store.
+        home = next(x for x in cls.__mro__ if x.__module__.startswith("optimi_func."))
+        if getattr(home, "compiles_whole", False) and not _differs(cls, home, dir(home)):
+            text = repr((home.__module__, home.__qualname__, rule.digest, fixed))
             digest = sha256(text.encode()).hexdigest()
             object.__setattr__(rule, "whole_digest", digest)
-        if cls.at_definition:
+        if tried:
             again = Making(cls, numbers, fixed)
             again.rule(tried=False)
             if making.trace.code != again.trace.code:
@@ -354,13 +401,19 @@ def _values_of(value: OwnRule) -> dict[str, object]:
     return {name: values[name] for name in value.__dataclass_fields__ if name in values}
 
 
-def _is_rule(cls: type[Body]) -> bool:
-    """Return True if a class body has a part of a rule."""
-    kinds = inspect.get_annotations(cls).items()
-    names = [name for name, kind in kinds if name[0] != "_" and "ClassVar" not in str(kind)]
-    inherited = {*cls._own, *RATES}  # another default
-    names += [k for k, x in vars(cls).items() if isinstance(x, choice) or k in inherited]
-    return bool(names) or not METHODS.isdisjoint(vars(cls))
+# Names that methods of a rule do not read.
+_UNREAD = {*dir(Body), "_used", "pure", "factory", "keywords"}
+_UNREAD -= {*METHODS, "lr_is_factor", "compiles_whole"}
+
+
+def _differs(cls: type, base: type, known: Collection[str] | None = None) -> bool:
+    """Return True if a class has names that methods may read, and that are not of a base.
+
+    `known` are those that they read, if they are known.
+    """
+    new = [x for x in cls.__mro__ if x not in base.__mro__]
+    names = {*chain(*[(*vars(x), *inspect.get_annotations(x)) for x in new])} - _UNREAD
+    return any([k[:2] != "__" and (known is None or k in known) for k in names])
 
 
 def _own_fields(cls: type[Body]) -> dict[str, Field[object, object]]:
@@ -376,7 +429,7 @@ def _own_fields(cls: type[Body]) -> dict[str, Field[object, object]]:
     reserved -= {*RATES, "usual_decay"}
     if cls._name:
         reserved = {*Body._parameters} - {*RATES}
-    for name in [*annotations, *vars(cls)]:
+    for name in [*annotations, *(() if "keywords" in vars(cls) else vars(cls))]:
         kind = annotations.get(name)
         keyword = keyword or kind in (KW_ONLY, "KW_ONLY")
         if name.startswith("_") or "ClassVar" in str(kind) or name in options:
@@ -407,12 +460,12 @@ def _own_fields(cls: type[Body]) -> dict[str, Field[object, object]]:
 
 
 def _lacks_direction(cls: type[Body]) -> Callable[..., NoReturn]:
-    """Make the constructor of a base raise, and return what raises, for its `pure`."""
+    """Return the `pure` of a base, which raises."""
 
-    def raises(*args: object, **kwargs: object) -> NoReturn:
+    def raises(lr: object = None, **kwargs: object) -> NoReturn:
         raise TypeError(f"{cls.__name__} has no direction(self, g, s): write this method")
 
-    type.__setattr__(cls, "__init__", raises)  # type checkers keep the one of the fields
+    raises.__signature__ = inspect.signature(lambda lr: None)  # pyright: ignore[reportFunctionMemberAccess]
     return raises
 
 

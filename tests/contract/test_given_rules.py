@@ -64,7 +64,10 @@ def test_one_number_for_all_and_groups_that_take_none() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, r"got the extras \[\]: this optimizer's direction takes \['hessian'\], its arguments"),
+        (
+            {},
+            r"extras \[\]: this optimizer's direction takes \['hessian'\], its arguments but",
+        ),
         ({"hessian": torch.tensor(1.0), "loss": 1.0}, r"extras \['hessian', 'loss'\]"),
         ({"hessian": 1.0}, r"hessian=1\.0: allowed are a 0-d tensor for all"),
         ({"hessian": {"weight": torch.ones(2, 3)}}, r"hessian of \['bias'\], .* is None"),

@@ -160,10 +160,10 @@ class _Check:
                 "check_rule extras=, a function from a step's gradients to them by name"
             )
         refuses = getattr(rule, "refuses", None) or (lambda p: None)
-        reasons = {x: refuses(torch.empty(x)) for x in _SHAPES}
-        shapes = [x for x in _SHAPES if reasons[x] is None]
+        reasons = [refuses(torch.empty(x)) for x in _SHAPES]
+        shapes = [x for x, why in zip(_SHAPES, reasons) if why is None]
         if not shapes:
-            raise ValueError(f"{cls.__name__} takes no shape: {reasons}")
+            raise ValueError(f"{cls.__name__} takes no shape: {reasons[0]}")
         source = torch.Generator().manual_seed(0)
 
         def draw(scale: float, mean: float) -> Tensors:  # values that bfloat16 has too
@@ -178,17 +178,9 @@ class _Check:
         self.run = cache(self._run)
 
     def pure(
-        self,
-        start: Any = None,
-        grads: Any = None,
-        hyper: Mapping[str, Any] | None = None,
-        zeros: bool = False,
-        kept: list[tuple[Tensor, Tensor]] | None = None,
+        self, start: Any = None, grads: Any = None, hyper: Any = None, zeros: Any = False
     ) -> Tensors:
-        """Return how far it moves; `zeros` are written over what a pure step was given.
-
-        `kept` takes what each step was given, with copies from before.
-        """
+        """Return how far it moves; `zeros` are written over what a pure step was given."""
         start = self.start if start is None else start
         params, grads = start, self.grads if grads is None else grads
         if zeros:
@@ -197,8 +189,6 @@ class _Check:
         state = value.init(params)
         for g in grads:
             given = params, g, state, self.extras(g) if self.extras else {}
-            if kept is not None:
-                kept += zip(*map(pytree.tree_leaves, (given, copy.deepcopy(given))))
             params, state = value.step(*given[:3], **given[3])
             for x in pytree.tree_leaves(given) if zeros else ():
                 x.zero_()
@@ -222,10 +212,16 @@ class _Check:
             yield "accumulate", 1e-9, self._accumulated
 
     def _inputs(self) -> tuple[object, object]:
-        """Return parameters, gradients and states after the steps, and before."""
-        kept: list[tuple[Tensor, Tensor]] = []
-        self.pure(kept=kept)
-        return tuple(zip(*kept))
+        """Return parameters, gradients and states that steps were given, and copies."""
+        given: list[object] = []
+        copies: list[object] = []
+        params, state = self.start, self.value.init(self.start)
+        for g in self.grads:
+            given.append((params, g, state))
+            copies.append(copy.deepcopy(given[-1]))
+            more = self.extras(g) if self.extras else {}
+            params, state = self.value.step(params, g, state, **more)
+        return pytree.tree_leaves(given), pytree.tree_leaves(copies)
 
     def _loop(self, reference: Any) -> Tensors:
         result = reference(*copy.deepcopy((self.start, self.grads)), **self.hyper)

@@ -145,27 +145,24 @@ class BaseOptimizer(Fields, Steps):
                 f"{cls.__name__}.factory={cls.factory.__name__} takes {cls.keywords}: "
                 f"allowed are lr first, and fields of the class, which lacks {missing}"
             )
-        cls._call = signature = cls._signature()
-        # One that a user wrote stays, unless a subclass of its class declares fields.
-        written = cls.__init__ is not cls._made
-        if "__init__" in vars(cls) or (written and not cls._declared):
-            return
+        before, cls._call = cls._call, cls._signature()
+        if "__init__" in vars(cls) or cls._call == before:
+            return  # with the constructor that a user wrote
 
         def __init__(self: BaseOptimizer, *args: object, **kwargs: object) -> None:
             kind = type(self)  # which may have fields besides
             take_torchs(kwargs, kind.factory, kind.keywords)
-            signature = kind._call
-            bound = bind_call(kind.__name__, signature, args, kwargs)
+            bound = bind_call(kind.__name__, kind._call, args, kwargs)
             (_, params), *defaults = bound.items()
             BaseOptimizer.__init__(self, params, dict(defaults))
-            warn_of_torchs_order(signature.parameters, args)
+            warn_of_torchs_order(kind._call.parameters, args)
 
         self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        __init__.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess]
-            parameters=[self, *signature.parameters.values()]
+        __init__.__signature__ = cls._call.replace(  # pyright: ignore[reportFunctionMemberAccess]
+            parameters=[self, *cls._call.parameters.values()]
         )
         __init__.__qualname__ = f"{cls.__qualname__}.__init__"
-        cls.__init__ = cls._made = __init__
+        cls.__init__ = __init__
 
     def __init__(self, params: Params, defaults: Group) -> None:
         check_no_module(params)
@@ -451,8 +448,7 @@ class BaseOptimizer(Fields, Steps):
         return "\n".join([*lines, ")"])
 
     track, stats = Removed(), Removed()
-    _made: ClassVar[Callable[..., None]] = __init__  # the constructor, of fields
-    _call: ClassVar[inspect.Signature] = inspect.Signature()  # of its arguments
+    _call: ClassVar[inspect.Signature] = inspect.Signature()
 
     def __getstate__(self) -> dict[str, object]:
         """Return the attributes for pickle and deepcopy, without caches and hooks."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from optimi_func.classes.groups import EXECUTORS, Group, path_of
-from optimi_func.core.checks import said_of_extras, shown
+from optimi_func.core.checks import shown
 from optimi_func.core.distributed import same_placements, to_local
 from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.rule import Rule, Scalar, Scalars
@@ -57,7 +57,7 @@ def found_extras(
     if taken != {*given}:
         raise TypeError(
             f"step got the extras {sorted(given)}: this optimizer's direction takes "
-            f"{said_of_extras(taken, groups[0])}"
+            f"{sorted(taken)} (extras are its arguments but g, s, t, x, z, r and c)"
         )
     params = [p for group in groups for p in group["params"]]
     extras: dict[str, dict[Tensor, Tensor]] = {}

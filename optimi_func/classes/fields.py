@@ -80,7 +80,7 @@ class Field(Generic[Got, Given]):
             return self
         if self.name not in instance.__dict__:
             raise AttributeError(
-                f"{owner.__name__!r} object has no attribute {self.name!r}", name=self.name
+                f"{owner.__name__!r} object has no attribute {self.name!r}"
             )
         return read(instance.__dict__, self.name)
 

@@ -283,14 +283,6 @@ def check_taken(rule: Rule, path: object, p: Tensor) -> None:
         raise ValueError(f"params{path} has shape {tuple(p.shape)}: {why}")
 
 
-def said_of_extras(taken: Iterable[str], known: Iterable[str]) -> str:
-    """Return words for the extras that a direction takes, which may be misspelt names."""
-    near = [f"self.{y}" for x in taken for y in get_close_matches(x, known, 1)]
-    meant = ", or did you mean " + " and ".join(near) if near else ""
-    why = f", its arguments but g, s, t, x, z, r and c{meant}"
-    return f"{sorted(taken)}{why if taken else ''}"
-
-
 def check_grad(path: object, p: Tensor, g: object) -> None:
     """Raise if a gradient does not fit its parameter. No gradient (None) fits."""
     if g is None:

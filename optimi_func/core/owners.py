@@ -37,12 +37,9 @@ class Holders(NamedTuple):
         return stack * short * short * (2 * long + short)
 
     def lengths(self) -> list[int]:
-        """Return the number of elements of each shard, cut as by torch.chunk.
-
-        Of a number, as a field may be, every process has a copy.
-        """
+        """Return the number of elements of each shard, cut as by torch.chunk."""
         if not self.shape:
-            return [1] * self.parts
+            return [1] * self.parts  # copies of a number
         size, row = self.shape[self.dim or 0], math.prod(self.shape)
         step, row = -(-size // self.parts), row // max(1, size)
         return [row * max(0, min(step, size - i * step)) for i in range(self.parts)]
@@ -154,8 +151,7 @@ def map_owned(fn: Callable[[list[Owned]], None], items: list[Owned]) -> None:
             for _, x in item.given:
                 every.append(like.new_empty(x.shape))
                 front = _front(every[-1], x)
-                found = torch.cat(next(pieces))[: front.numel()]
-                front.copy_(found.view_as(front))
+                front.copy_(torch.cat(next(pieces))[: front.numel()].view_as(front))
             last = None if item.x is None else every.pop()
             wholes.append(item._replace(tensors=every, x=last))
         fn(wholes)

@@ -2,7 +2,7 @@
 
 import inspect
 from abc import ABCMeta
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import KW_ONLY, InitVar, dataclass, field, make_dataclass
 from functools import partial
@@ -33,7 +33,7 @@ from optimi_func.classes.forms import (
     check_calls,
     step_function,
 )
-from optimi_func.core.checks import bind_call, said_of_extras, shown
+from optimi_func.core.checks import bind_call, shown
 from optimi_func.core.rule import DecayKind, Named, PyTree, Rates, Rule, Scalar
 from optimi_func.core.storage import storage_of
 from optimi_func.core.torch_private import constant_in_graphs
@@ -48,7 +48,7 @@ from optimi_func.pure.tree import (
     path_of,
 )
 from optimi_func.rules.called import RATES
-from optimi_func.rules.making import METHODS, NAMES, Making
+from optimi_func.rules.making import NAMES, Making
 from optimi_func.state.convert import Counterparts
 
 P = ParamSpec("P")
@@ -142,13 +142,11 @@ class OwnRule(FunctionalOptimizer):
                 )
         if not torch.compiler.is_compiling():
             self.__dict__["rule"] = self.rule  # which is looked up once
-        means, what = self.rule.means, ""
-        if self.rule.measure or self.rule.join:
-            what = "measure" if self.rule.measure else "sums"
-        elif means is not None and means.divides == "sum":
-            what = "means that take decay"
-        if self.cautious and what:
-            raise ValueError(f"{where}: cautious=True with {what}: allowed is False")
+        rule, means = self.rule, self.rule.means
+        takes = means is not None and means.divides == "sum"
+        parts = {"measure": rule.measure, "sums": rule.join, "means that take decay": takes}
+        if self.cautious and (found := [name for name, x in parts.items() if x]):
+            raise ValueError(f"{where}: cautious=True with {found[0]}: allowed is False")
         super().check()
         # A class's `check` sets the bounds of fields that have none of their own.
         bound = not hasattr(self.owner, "check")
@@ -196,8 +194,8 @@ class OwnRule(FunctionalOptimizer):
         if (extras or self.rule.extras) and {*self.rule.extras} != {*extras}:
             raise TypeError(
                 f"the step of {type(self).__name__} got the extras {sorted(extras)}: its "
-                "direction takes "
-                f"{said_of_extras(self.rule.extras, self.__dataclass_fields__)}"
+                f"direction takes {sorted(self.rule.extras)} (extras are its arguments but "
+                "g, s, t, x, z, r and c)"
             )
         tree = FlatTree.of(params, grads, state).check(self.rule)
         if not self.rule.given:
@@ -226,33 +224,24 @@ def _trace(cls: "type[Body]", statics: tuple[object, ...]) -> bool:
     return True
 
 
-class Written(ABCMeta):
-    """The type of class bodies, which are traced: a rule does not see later assignments."""
+class BodyType(ABCMeta):
+    """The type of class bodies, whose rules are traced and see no later assignment."""
 
     def __setattr__(cls, name: str, x: object) -> None:
-        """Assign as a decorator does. Raise if a rule has been made of the class."""
-        _change(cast("type[Body]", cls), name, partial(type.__setattr__, cls, name, x))
-
-    def __delattr__(cls, name: str) -> None:
-        """Delete an attribute. Raise if a rule has been made of the class."""
-        _change(cast("type[Body]", cls), name, partial(type.__delattr__, cls, name))
-
-
-def _change(cls: "type[Body]", name: str, change: Callable[[], None]) -> None:
-    """Change an attribute, and make the rule anew, if methods may read it."""
-    used = vars(cls).get("_used")
-    if used is None or name[:2] == "__" or name in _UNREAD:
-        return change()
-    if used:
-        raise TypeError(
-            f"{cls.__name__}.{name} is assigned, but the class has been used or has "
-            "subclasses, which are traced when they are defined: allowed is a subclass"
-        )
-    change()
-    Body.__init_subclass__.__func__(cls)  # pyright: ignore[reportFunctionMemberAccess]
+        """Assign, and make the rule anew if methods may read this. Raise if it was used."""
+        own = vars(cls)
+        read = own.get("_used") is not None and name[:2] != "__" and name not in _UNREAD
+        if read and (own["_used"] or own.get("_name") or cls.__subclasses__()):
+            raise TypeError(
+                f"{cls.__name__}.{name} = ... after the class was used or has a subclass, "
+                "which are traced as they were: allowed is a subclass with another"
+            )
+        super().__setattr__(name, x)
+        if read:  # a decorator
+            Body.__init_subclass__.__func__(cls)  # pyright: ignore[reportFunctionMemberAccess]
 
 
-class Body(BaseOptimizer, metaclass=Written):
+class Body(BaseOptimizer, metaclass=BodyType):
     """Base class of optimizers that are written as class bodies: see `Optimizer`.
 
     The package's have a `name`, that of their value. Their methods are traced when they are
@@ -272,18 +261,15 @@ class Body(BaseOptimizer, metaclass=Written):
     # Traced rules with the choices that their methods have read.
     _known: ClassVar[list[tuple[dict[str, object], Rule]]] = []
     _usual: ClassVar[Decay] = "decoupled"
-    # True if values or subclasses have been made of it, None while it is defined.
+    # True if values have been made of it, None while it is defined.
     _used: ClassVar[bool | None]
 
     def __init_subclass__(cls, decay: Decay | None = None, name: str = "") -> None:
         """Make `pure` and the constructor, and trace the methods."""
         cls._used = None
-        bases = [base for base in cls.__mro__[1:] if isinstance(base, Written)]
-        for base in bases:
-            if vars(base).get("_used") is False:
-                base._used = True
-        if name or decay or _differs(cls, bases[0]):
-            cls._name, cls._usual = name or vars(cls).get("_name", ""), decay or cls._usual
+        base = next(x for x in cls.__mro__[1:] if isinstance(x, BodyType))
+        if name or decay or _new_names(cls, base):
+            cls._name, cls._usual = name, decay or cls._usual
             cls._define()
         else:
             super().__init_subclass__()
@@ -368,7 +354,8 @@ class Body(BaseOptimizer, metaclass=Written):
         rule = making.rule(tried)
         # The package's sources are in the keys of the store.
         home = next(x for x in cls.__mro__ if x.__module__.startswith("optimi_func."))
-        if getattr(home, "compiles_whole", False) and not _differs(cls, home, dir(home)):
+        same = _new_names(cls, home).isdisjoint(dir(home))
+        if same and getattr(home, "compiles_whole", False):
             text = repr((home.__module__, home.__qualname__, rule.digest, fixed))
             digest = sha256(text.encode()).hexdigest()
             object.__setattr__(rule, "whole_digest", digest)
@@ -403,17 +390,14 @@ def _values_of(value: OwnRule) -> dict[str, object]:
 
 # Names that methods of a rule do not read.
 _UNREAD = {*dir(Body), "_used", "pure", "factory", "keywords"}
-_UNREAD -= {*METHODS, "lr_is_factor", "compiles_whole"}
+_UNREAD -= {"usual_decay", "lr_is_factor", "compiles_whole"}
 
 
-def _differs(cls: type, base: type, known: Collection[str] | None = None) -> bool:
-    """Return True if a class has names that methods may read, and that are not of a base.
-
-    `known` are those that they read, if they are known.
-    """
+def _new_names(cls: type, base: type) -> set[str]:
+    """Return the names that methods may read, and that a class has not of a base."""
     new = [x for x in cls.__mro__ if x not in base.__mro__]
     names = {*chain(*[(*vars(x), *inspect.get_annotations(x)) for x in new])} - _UNREAD
-    return any([k[:2] != "__" and (known is None or k in known) for k in names])
+    return {name for name in names if name[:2] != "__"}
 
 
 def _own_fields(cls: type[Body]) -> dict[str, Field[object, object]]:
@@ -437,7 +421,7 @@ def _own_fields(cls: type[Body]) -> dict[str, Field[object, object]]:
         if name not in annotations:
             refused = reserved - {*dir(optim.Optimizer)}  # methods may extend step
         else:
-            refused = reserved | {*dir(OwnRule)} | (METHODS if cls._name else NAMES)
+            refused = reserved | {*dir(OwnRule)} | (set() if cls._name else NAMES)
         if name in refused - {*RATES} and not (cls._name and name not in annotations):
             raise TypeError(
                 f"{cls.__name__}.{name} is an option or a method of every optimizer, or an "
@@ -462,7 +446,7 @@ def _own_fields(cls: type[Body]) -> dict[str, Field[object, object]]:
 def _lacks_direction(cls: type[Body]) -> Callable[..., NoReturn]:
     """Return the `pure` of a base, which raises."""
 
-    def raises(lr: object = None, **kwargs: object) -> NoReturn:
+    def raises(lr: object, **kwargs: object) -> NoReturn:
         raise TypeError(f"{cls.__name__} has no direction(self, g, s): write this method")
 
     raises.__signature__ = inspect.signature(lambda lr: None)  # pyright: ignore[reportFunctionMemberAccess]

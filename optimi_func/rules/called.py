@@ -64,20 +64,6 @@ class Explicit(NamedTuple):
         return result, {name: as_scalar(x) for name, x in scalars.items()}
 
 
-def _called(me: Any, method: str, *args: object) -> Any:
-    """Return what a method returns. Raise if it reads lr or weight_decay of self."""
-    try:
-        return getattr(me, method)(*args)
-    except AttributeError as error:
-        if error.name not in RATES:
-            raise
-        where, how = f"{type(me).__name__}.{method}", f"whole(self, d, {error.name})"
-        raise TypeError(
-            f"{where} reads self.{error.name}, which methods have that are traced: {how} "
-            "is given it, and init is the same for all"
-        ) from error
-
-
 def makers_of(owner: str, kind: object) -> list[Callable[..., Any]]:
     """Return the functions that make the fields of a State, by their annotations."""
     if not (isinstance(kind, type) and hasattr(kind, "_field_defaults")):
@@ -137,8 +123,8 @@ def make_init(
         if not hasattr(cls, "init"):
             return kind(*[field(p, kept, make, None) for make in makers])
         try:
-            me = cls.bare({**statics, **(usual if numbers is None else numbers)})
-            found = _called(me, "init", p)
+            found = cls.bare({**statics, **(usual if numbers is None else numbers)})
+            found = found.init(p)
         except (TypeError, RuntimeError) as error:  # vmap raises the second
             hint = "None is for zeros, and torch.zeros_like(p) + self.x for full_like"
             raise TypeError(f"{where}: {error} ({hint})") from error
@@ -173,8 +159,7 @@ def make_whole(
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         now = dict(zip(numbers, c.whole[1:]))
         arguments = {**now, "d": d, "s": kind(*rest, *fields), "t": c.whole[0], "x": x}
-        me = cls.bare({**statics, **now})
-        value = _called(me, "whole", *[arguments[name] for name in takes])
+        value = cls.bare({**statics, **now}).whole(*[arguments[name] for name in takes])
         new_d, state = value if names and isinstance(value, tuple) else (value, ())
         right = isinstance(new_d, Tensor) and new_d.shape == d.shape
         if names and (not right or getattr(state, "_fields", ()) != kind._fields):
@@ -218,16 +203,15 @@ def make_refuses(
             with torch.inference_mode(False):  # in which tensors have no version
                 d = torch.empty(p.shape, dtype=torch.float32, device="meta")
                 fields = rule.init(d, d.dtype)[len(rule.fields) :]
-                given = {"d": d, "x": d.clone(), **dict(zip(rule.whole_fields, fields))}
-                before = {name: x._version for name, x in given.items()}
+                given = [d, d.clone(), *fields]
+                before = [x._version for x in given]
                 assert map_of is not None
-                map_of(d, given["x"] if rule.reads_param else None, tuple(fields), now)
+                map_of(d, given[1] if rule.reads_param else None, tuple(fields), now)
+                if before != [x._version for x in given]:
+                    raise TypeError("it writes to d, x or s, where a new tensor is allowed")
         except NotImplementedError:
             return None  # an operation that the meta device lacks
         except Exception as error:
             return f"whole raises {type(error).__name__}: {error}{line_of(error)}"
-        for name in [name for name, x in given.items() if x._version != before[name]]:
-            raise TypeError(f"{cls.__name__}.whole writes to {name}, which it is given")
-        return None
 
     return refuses

@@ -146,8 +146,7 @@ class Trace:
             values, named = map_arg((args, kwargs), lambda x: x.meta["value"])
             value: Any = chosen(*values, **named)
         except Exception as error:
-            text = f"{where} cannot be traced, on tensors of one dimension: {error}"
-            raise TypeError(text) from error
+            raise TypeError(f"{where} cannot be traced: {error}") from error
         floats = isinstance(value, Tensor) and value.is_floating_point()
         node.meta["value"] = value.double() if floats else value
         kinds = {_kind(x) for x in args if isinstance(x, fx.Node)}

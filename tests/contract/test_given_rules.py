@@ -66,7 +66,7 @@ def test_one_number_for_all_and_groups_that_take_none() -> None:
     [
         (
             {},
-            r"extras \[\]: this optimizer's direction takes \['hessian'\], its arguments but",
+            r"extras \[\]: this optimizer's direction takes \['hessian'\], its arg",
         ),
         ({"hessian": torch.tensor(1.0), "loss": 1.0}, r"extras \['hessian', 'loss'\]"),
         ({"hessian": 1.0}, r"hessian=1\.0: allowed are a 0-d tensor for all"),

@@ -200,8 +200,9 @@ class Fields:
         if "_declared" not in vars(cls):
             cls._declared = _own_parameters(cls)
         every = [vars(base).get("_declared", {}) for base in reversed(cls.__mro__)]
-        inherited = {name for own in every[:-1] for name in own}
-        parameters = {name: p for own in every for name, p in own.items()}
+        found = {name: p for own in every for name, p in own.items()}
+        inherited = [x for base in cls.__bases__ for x in getattr(base, "_parameters", ())]
+        parameters = {x: found[x] for x in [*inherited, *cls._declared]}
 
         def place(p: Parameter) -> tuple[int, int]:
             if p.name in cls._positional:

@@ -510,7 +510,10 @@ def test_an_error_in_whole_says_its_line() -> None:
 
     lines = Path(__file__).read_text().splitlines()
     odd, reads = [i for i, x in enumerate(lines, 1) if x.endswith("s  # line")]
-    for cls, line, said in (Odd, odd, "same reduction dim"), (Reads, reads, "no attribute 'lr'"):
+    for cls, line, said in (
+        (Odd, odd, "same reduction dim"),
+        (Reads, reads, "no attribute 'lr'"),
+    ):
         with pytest.raises(ValueError, match=rf"{said}.* \(.*test_own_rules\.py:{line}\)$"):
             cls.pure(lr=0.1).init(torch.ones(2, 3))
         with pytest.raises(ValueError, match=rf"takes no shape: .*py:{line}\)"):

@@ -299,7 +299,7 @@ class Body(BaseOptimizer, metaclass=BodyType):
     @classmethod
     def bare(cls, values: Mapping[str, object]) -> Any:
         """Return an instance with hyperparameters as attributes, and nothing else."""
-        instance = object.__new__(cls)
+        instance: Any = object.__new__(cls)
         instance.__dict__.update(values)
         return instance
 
@@ -389,8 +389,9 @@ def _values_of(value: OwnRule) -> dict[str, object]:
 
 
 # Names that methods of a rule do not read.
-_UNREAD = {*dir(Body), "_used", "pure", "factory", "keywords"}
-_UNREAD -= {"usual_decay", "lr_is_factor", "compiles_whole"}
+_UNREAD = {*dir(Body), "_used", "pure", "factory", "keywords"}.difference(
+    ("usual_decay", "lr_is_factor", "compiles_whole")
+)
 
 
 def _new_names(cls: type, base: type) -> set[str]:

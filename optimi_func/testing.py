@@ -17,9 +17,11 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core.checks import check_whole
+from optimi_func.core.codes import widen
 from optimi_func.core.rule import Storage
 from optimi_func.core.storage import keeps_codes
 from optimi_func.gradient_release import prepare_for_gradient_release
+from optimi_func.rules.lifting import line_of
 
 Tensors: TypeAlias = list[Tensor]
 _Row: TypeAlias = tuple[str, float, Callable[[], tuple[Any, Any]]]
@@ -45,7 +47,8 @@ def check_rule(
     extras: Callable[[Tensors], Mapping[str, object]] | None = None,
     allowed: Mapping[str, float] | None = None,
     lr: float = 0.02,
-    **hyper: object,
+    hyper: Mapping[str, object] | None = None,
+    **more: object,
 ) -> None:
     """Raise if two ways to run a rule disagree, and print a table of all ways.
 
@@ -67,14 +70,16 @@ def check_rule(
             tensors for all parameters, or lists with one for each.
         allowed: Bounds by row, as {"float32": 0.1}, in place of the table's. Raise those
             of dtypes and derivatives if the direction jumps (signs, votes, clips),
-            because a right rule may fail them. If it hardly moves, raise `lr` or `steps`.
+            because a right rule may fail them. If it hardly moves, raise `lr`, because
+            float32 and compact parameters round what it does.
         lr: Learning rate.
-        **hyper: Other hyperparameters and options of the rule.
+        hyper: Other hyperparameters and options, also those with names of arguments here.
+        **more: Other hyperparameters and options of the rule.
 
     Raises:
         AssertionError: Some ways disagree. The message has a line for each.
         TypeError: The rule takes extras, and there are none.
-        ValueError: allowed names no row.
+        ValueError: allowed names no row, or the rule refuses all shapes.
 
     >>> from optimi_func import SGD
     >>> def loop(params, grads, lr):
@@ -87,7 +92,7 @@ def check_rule(
     ...
     """
     check_whole("steps", steps, 6)
-    check = _Check(cls, {"lr": lr, **hyper}, steps, extras)
+    check = _Check(cls, {"lr": lr, **(hyper or {}), **more}, steps, extras)
     if check.value is None:
         rows = [*check.other_rows(reference)]
     else:
@@ -116,6 +121,7 @@ def check_rule(
             problem += " (if the direction jumps, raise allowed=)" * (usual >= 1e-5)
         except Exception as raised:
             problem = f"{type(raised).__name__}: {raised}".split("\n")[0]
+            problem += line_of(raised)
         fits = error <= most
         print(f"{name:<26} {error:9.1e} {most:8.0e}" + "  wrong" * (not fits))
         wrong += [] if fits else [f"{name}: {problem}"]
@@ -154,7 +160,10 @@ class _Check:
                 "check_rule extras=, a function from a step's gradients to them by name"
             )
         refuses = getattr(rule, "refuses", None) or (lambda p: None)
-        shapes = [x for x in _SHAPES if refuses(torch.empty(x)) is None]
+        reasons = [refuses(torch.empty(x)) for x in _SHAPES]
+        shapes = [x for x, why in zip(_SHAPES, reasons) if why is None]
+        if not shapes:
+            raise ValueError(f"{cls.__name__} takes no shape: {reasons[0]}")
         source = torch.Generator().manual_seed(0)
 
         def draw(scale: float, mean: float) -> Tensors:  # values that bfloat16 has too
@@ -169,14 +178,14 @@ class _Check:
         self.run = cache(self._run)
 
     def pure(
-        self, start: Any = None, grads: Any = None, zeros: Any = False, **hyper: Any
+        self, start: Any = None, grads: Any = None, hyper: Any = None, zeros: Any = False
     ) -> Tensors:
         """Return how far it moves; `zeros` are written over what a pure step was given."""
         start = self.start if start is None else start
         params, grads = start, self.grads if grads is None else grads
         if zeros:
             params, grads = copy.deepcopy((params, grads))
-        value = self.cls.factory(**{**self.hyper, **hyper})
+        value = self.cls.factory(**{**self.hyper, **(hyper or {})})
         state = value.init(params)
         for g in grads:
             given = params, g, state, self.extras(g) if self.extras else {}
@@ -189,8 +198,7 @@ class _Check:
         """Yield the rows of the pure step."""
         copies, rule = copy.deepcopy((self.start, self.grads)), self.value.rule
         yield "repeated", 0.0, lambda: (self.pure(), self.pure(*copies))
-        leaves = pytree.tree_leaves
-        yield "inputs kept", 0.0, lambda: (leaves((self.start, self.grads)), leaves(copies))
+        yield "inputs kept", 0.0, self._inputs
         yield "results apart", 0.0, lambda: (self.pure(zeros=True), self.pure())
         if reference is not None:
             yield "reference", 1e-9, lambda: (self.pure(), self._loop(reference))
@@ -202,6 +210,18 @@ class _Check:
         told = rule.running._fields or rule.measure  # of which a part has others
         if rule.accumulate is not None and not told:
             yield "accumulate", 1e-9, self._accumulated
+
+    def _inputs(self) -> tuple[object, object]:
+        """Return parameters, gradients and states that steps were given, and copies."""
+        given: list[object] = []
+        copies: list[object] = []
+        params, state = self.start, self.value.init(self.start)
+        for g in self.grads:
+            given.append((params, g, state))
+            copies.append(copy.deepcopy(given[-1]))
+            more = self.extras(g) if self.extras else {}
+            params, state = self.value.step(params, g, state, **more)
+        return pytree.tree_leaves(given), pytree.tree_leaves(copies)
 
     def _loop(self, reference: Any) -> Tensors:
         result = reference(*copy.deepcopy((self.start, self.grads)), **self.hyper)
@@ -218,8 +238,8 @@ class _Check:
 
     def _members(self) -> tuple[Tensors, Tensors]:
         lrs = self.hyper["lr"] * torch.tensor([1.0, 0.5], dtype=_DOUBLE)
-        many = vmap(lambda lr: self.pure(lr=lr))(lrs)
-        each = [self.pure(lr=lr.item()) for lr in lrs]
+        many = vmap(lambda lr: self.pure(hyper={"lr": lr}))(lrs)
+        each = [self.pure(hyper={"lr": lr.item()}) for lr in lrs]
         return [x[i] for i in (0, 1) for x in many], [*chain(*each)]
 
     def _slopes(self) -> tuple[object, object]:
@@ -235,7 +255,7 @@ class _Check:
                 scaled[i] = leaves[i] * scale
             turned = [[g * (1 + (scales[-1] - 1) * g.cos()) for g in x] for x in grads]
             hyper = pytree.tree_unflatten(scaled, spec)
-            results = self.pure([p * scales[-2] for p in start], turned, **hyper)
+            results = self.pure([p * scales[-2] for p in start], turned, hyper)
             return torch.stack([(p * p.cos()).sum() for p in results]).sum()
 
         ones, h = torch.ones(len(at) + 2, dtype=_DOUBLE), 1e-5
@@ -266,9 +286,11 @@ class _Check:
                 for zero in (torch.zeros((), dtype=_DOUBLE), 0.0)
             ]
             try:
-                pair = [self.pure(**hyper) for hyper in hypers]
+                pair = [self.pure(hyper=hyper) for hyper in hypers]
             except (TypeError, ValueError):
                 continue  # 0 is not allowed
+            if name == "lr" and any([x.isnan().any() for moved in pair for x in moved]):
+                raise ArithmeticError("lr=0, as where a warmup begins, gives NaN")
             for all_of, moved in zip((got, want), pair):
                 all_of.fields[name] = values = [x.nan_to_num(7.0) for x in moved]
                 all_of += values
@@ -312,7 +334,10 @@ class _Check:
                 torch.stack(terms).sum().backward()
             optimizer.step(**(self.extras(step) if self.extras else {}))
             optimizer.zero_grad()
-        moves = _Named([p.detach().double() - q for p, q in zip(params, self.start)])
+        moves = _Named()  # of parameters with their compensations
+        for p, q in zip(params, self.start):
+            comp = optimizer.state.get(p, {}).get("kahan_comp")
+            moves.append(widen(p.detach(), comp, _DOUBLE)[1] - q)
         entries = [optimizer.state[p] for p in params if optimizer.state[p]]
         floats = [
             k for k, x in (entries or [{}])[0].items() if isinstance(x, Tensor) and x.dim()
@@ -348,7 +373,7 @@ class _Check:
                 yield f"{name}, {way}", alike, lambda a=other, b=eager: (a(), b())
         decay = {"weight_decay": 0.1} if "weight_decay" not in self.hyper else {}
         more = decay | ({} if alone else {"foreach": True})
-        yield "decay", 1e-9, lambda: (self.run(**more), self.pure(**decay))
+        yield "decay", 1e-9, lambda: (self.run(**more), self.pure(hyper=decay))
         yield "resumed", 0.0, lambda: (self.run(resumes=True), self.run())
         if self.extras:
             return

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from functools import partial, wraps
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any, Literal, ParamSpec, TypedDict, TypeVar
+from typing import Any, ClassVar, Literal, ParamSpec, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -145,18 +145,21 @@ class BaseOptimizer(Fields, Steps):
                 f"{cls.__name__}.factory={cls.factory.__name__} takes {cls.keywords}: "
                 f"allowed are lr first, and fields of the class, which lacks {missing}"
             )
-        signature = cls._signature()
+        before, cls._call = cls._call, cls._signature()
+        if "__init__" in vars(cls) or cls._call == before:
+            return  # with the constructor that a user wrote
 
         def __init__(self: BaseOptimizer, *args: object, **kwargs: object) -> None:
-            take_torchs(kwargs, cls.factory, cls.keywords)
-            bound = bind_call(cls.__name__, signature, args, kwargs)
+            kind = type(self)  # which may have fields besides
+            take_torchs(kwargs, kind.factory, kind.keywords)
+            bound = bind_call(kind.__name__, kind._call, args, kwargs)
             (_, params), *defaults = bound.items()
             BaseOptimizer.__init__(self, params, dict(defaults))
-            warn_of_torchs_order(signature.parameters, args)
+            warn_of_torchs_order(kind._call.parameters, args)
 
         self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        __init__.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess]
-            parameters=[self, *signature.parameters.values()]
+        __init__.__signature__ = cls._call.replace(  # pyright: ignore[reportFunctionMemberAccess]
+            parameters=[self, *cls._call.parameters.values()]
         )
         __init__.__qualname__ = f"{cls.__qualname__}.__init__"
         cls.__init__ = __init__
@@ -438,6 +441,7 @@ class BaseOptimizer(Fields, Steps):
         return "\n".join([*lines, ")"])
 
     track, stats = Removed(), Removed()
+    _call: ClassVar[inspect.Signature] = inspect.Signature()
 
     def __getstate__(self) -> dict[str, object]:
         """Return the attributes for pickle and deepcopy, without caches and hooks."""

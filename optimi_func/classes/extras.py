@@ -56,7 +56,8 @@ def found_extras(
     taken = {*chain.from_iterable([rule.extras for rule in rules])}
     if taken != {*given}:
         raise TypeError(
-            f"step got the extras {sorted(given)}: this optimizer's take {sorted(taken)}"
+            f"step got the extras {sorted(given)}: this optimizer's direction takes "
+            f"{sorted(taken)} (extras are its arguments but g, s, t, x, z, r and c)"
         )
     params = [p for group in groups for p in group["params"]]
     extras: dict[str, dict[Tensor, Tensor]] = {}

@@ -192,12 +192,17 @@ class Fields:
     # Shared keyword-only fields that may also be passed by position, in this order.
     _positional: ClassVar[tuple[str, ...]] = ()
     _parameters: ClassVar[dict[str, Parameter]] = {}
+    _declared: ClassVar[dict[str, Parameter]] = {}  # the class's own of them
 
     def __init_subclass__(cls) -> None:
         """Collect the parameters: positional ones first, then `_positional`."""
         super().__init_subclass__()
-        inherited = cls._parameters
-        parameters = {**inherited, **_own_parameters(cls)}
+        if "_declared" not in vars(cls):
+            cls._declared = _own_parameters(cls)
+        every = [vars(base).get("_declared", {}) for base in reversed(cls.__mro__)]
+        found = {name: p for own in every for name, p in own.items()}
+        inherited = [x for base in cls.__bases__ for x in getattr(base, "_parameters", ())]
+        parameters = {x: found[x] for x in [*inherited, *cls._declared]}
 
         def place(p: Parameter) -> tuple[int, int]:
             if p.name in cls._positional:

@@ -27,6 +27,7 @@ from optimi_func.classes.groups import (
 from optimi_func.classes.rewriting import Rewriting, Write, write_all
 from optimi_func.core.checks import check_grad, check_moves_state
 from optimi_func.core.distributed import any_distributed, to_local
+from optimi_func.core.leaf import init_leaf
 from optimi_func.core.owners import Holders, agree
 from optimi_func.core.rule import Leaf, Named, Rule, Scalar, Storage
 from optimi_func.core.storage import group_storage, state_in
@@ -383,7 +384,11 @@ class Steps(Rewriting, Given):
             if "step" in (entry := self.state.get(p, {})):
                 entries.append(entry)
                 leaf = partial(lambda p, entry: Leaf(p, *state_in(rule, entry)), p, entry)
-                unit.add(p, leaf, parts.get(p))
+            elif p.requires_grad:  # it has had no gradient yet
+                leaf = partial(init_leaf, bound.starting_rule, p, group_storage(first))
+            else:
+                continue
+            unit.add(p, leaf, parts.get(p))
         return unit, entries
 
     def _publish_running(self, group: Group) -> None:

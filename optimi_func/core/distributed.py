@@ -125,7 +125,8 @@ def on_whole(
 def _divided_like(like: Tensor, x: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
-    assert is_distributed(like)
+    if not is_distributed(like):
+        return x  # a number
     everywhere = DTensor.from_local(x, like.device_mesh, run_check=False)
     return everywhere.redistribute(placements=like.placements)
 
@@ -182,7 +183,7 @@ def same_placements(p: object, x: object, is_whole_field: bool = False) -> bool:
     """
     if not (is_distributed(p) and is_distributed(x)):
         return is_distributed(p) == is_distributed(x)
-    places = _of_whole_field(p) if is_whole_field else p.placements
+    places = _of_whole_field(p, x.shape) if is_whole_field else p.placements
     return p.device_mesh == x.device_mesh and x.placements == places
 
 
@@ -241,18 +242,20 @@ def zeros_divided_like(p: Tensor, shape: list[int]) -> Tensor:
 def whole_field(p: Tensor, shape: Sequence[int]) -> Tensor:
     """Return zeros for one of `Rule.whole_fields`, of any shape and at least float32.
 
-    Where shards cut p, they cut the field along its first dimension.
+    Where shards cut p, they cut the field along its first dimension. A number is whole in
+    every process.
     """
     dtype = torch.promote_types(p.dtype, torch.float32)
     if not is_distributed(p):
         return p.new_zeros(shape, dtype=dtype)
-    return _zeros(p, shape, dtype, _of_whole_field(p)).to(p.device)
+    return _zeros(p, shape, dtype, _of_whole_field(p, shape)).to(p.device)
 
 
-def _of_whole_field(p: "DTensor") -> "tuple[Placement, ...]":
-    from torch.distributed.tensor import Shard
+def _of_whole_field(p: "DTensor", shape: Sequence[int]) -> "tuple[Placement, ...]":
+    from torch.distributed.tensor import Replicate, Shard
 
-    return tuple([x if x.is_replicate() else Shard(0) for x in p.placements])
+    cut = Shard(0) if len(shape) else Replicate()
+    return tuple([x if x.is_replicate() else cut for x in p.placements])
 
 
 def _zeros(

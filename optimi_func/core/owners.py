@@ -38,6 +38,8 @@ class Holders(NamedTuple):
 
     def lengths(self) -> list[int]:
         """Return the number of elements of each shard, cut as by torch.chunk."""
+        if not self.shape:
+            return [1] * self.parts  # copies of a number
         size, row = self.shape[self.dim or 0], math.prod(self.shape)
         step, row = -(-size // self.parts), row // max(1, size)
         return [row * max(0, min(step, size - i * step)) for i in range(self.parts)]
@@ -149,13 +151,14 @@ def map_owned(fn: Callable[[list[Owned]], None], items: list[Owned]) -> None:
             for _, x in item.given:
                 every.append(like.new_empty(x.shape))
                 front = _front(every[-1], x)
-                front.copy_(torch.cat(next(pieces)).view_as(front))
+                front.copy_(torch.cat(next(pieces))[: front.numel()].view_as(front))
             last = None if item.x is None else every.pop()
             wholes.append(item._replace(tensors=every, x=last))
         fn(wholes)
         mapped = [x for item in wholes for x in item.mapped]
         lengths = [x.lengths() for _, x in mapped]
-        pieces = [_front(*x).flatten().split(n) for x, n in zip(mapped, lengths)]
+        rows = [_front(*x).flatten().expand(sum(n)) for x, n in zip(mapped, lengths)]
+        pieces = map(Tensor.split, rows, lengths)
         counts = _counts(lengths, owned)
         gathered = exchange(chain.from_iterable(zip(*pieces)), counts, sizes)
     for some, flat in zip(results, gathered):

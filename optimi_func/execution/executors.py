@@ -147,7 +147,8 @@ def _plan_kernels(rule: Rule, updates: list[Update], write: bool) -> list[Launch
     if not first.plain:
         raise TypeError(
             f"compiled steps take plain tensors, not {type(first.p).__name__} with a "
-            f"gradient of {type(first.g).__name__}: pass compile=False"
+            f"gradient of {type(first.g).__name__}, nor pending negations: allowed is "
+            "x.resolve_neg(), a class with compile=False, and the pure step"
         )
     # On CPU C++ around the kernel decodes and encodes, elsewhere the kernel itself.
     around = slot.coded and has_list_kernels(device)

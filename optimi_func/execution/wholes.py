@@ -8,14 +8,14 @@ the mapped direction, like SGD along a gradient. Both are planned like any rule'
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
 from optimi_func.core.codes import same_order, to, widen
-from optimi_func.core.distributed import ShardSpec, on_whole, shard_of, to_local
+from optimi_func.core.distributed import on_whole, shard_of, to_local
 from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.lists import chunks
 from optimi_func.core.owners import Holders, Owned, map_owned
@@ -61,7 +61,8 @@ def elementwise(rule: Rule, directs: bool) -> Rule:
     if rule.direction is along_gradient and not rule.fields:
         rule = gradient_rule  # whatever the scalars of the map
     parts = rule.name, rule.state, rule.init, rule.coeffs, rule.direction
-    return _elementwise(*parts, rule.fields, rule.reads_param, rule.digest, directs)
+    how = rule.reads_param, rule.noise, rule.digest
+    return _elementwise(*parts, rule.fields, *how, directs)
 
 
 # Bounded, because a notebook may define a rule again and again.
@@ -74,6 +75,7 @@ def _elementwise(
     direct: Callable[..., Direction],
     fields: tuple[str, ...],
     reads: bool,
+    noise: bool,
     digest: str,
     directs: bool,
 ) -> Rule:
@@ -89,7 +91,7 @@ def _elementwise(
     suffix = "_direction" if directs else "_moments"
     digest = digest and digest + suffix
     parts = name + suffix, kind, init, coeffs, direction
-    return Rule(*parts, reads_param=reads, digest=digest)
+    return Rule(*parts, reads_param=reads, noise=noise, digest=digest)
 
 
 class WholeLaunch(Launch):
@@ -186,8 +188,10 @@ class WholeLaunch(Launch):
                 x = None if slot.holders.dim is None else read(i)
                 owned.setdefault(key, []).append(Owned(i, row, _holders(slot, fields), x))
             elif slot.shard is not None:
-                every = cast("tuple[ShardSpec, ...]", (slot.shard, *slot.fields))
-                d, *fields = map(shard_of, row, every)
+                every = slot.shard, *slot.fields
+                d, *fields = [
+                    x if s is None else shard_of(x, s) for x, s in zip(row, every)
+                ]
                 if (x := read(i)) is not None:
                     x = shard_of(x, slot.shard)
                 mapped, new = on_whole(whole, d, x, tuple(fields), coeffs[at])

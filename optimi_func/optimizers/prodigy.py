@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import InitVar
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -155,14 +155,6 @@ class Prodigy(Body, name="prodigy"):
     def weight(self, t: Scalar, d: Scalar) -> Scalar:
         """Return the factor of <g, x0 - x> in r."""
         return d / self.d0 * (self.move(t, d) * self.lr)
-
-    def check(self: Any) -> None:
-        if self.cautious:
-            raise ValueError(
-                "cautious=True with Prodigy, which estimates d for moves along "
-                "m / sqrt(v), and cautious updates are up to 1000 times as long. Allowed "
-                "is cautious=False"
-            )
 
     def _unit_of(self, group: Group) -> list[Group]:
         """Return the groups that have one d with a group."""

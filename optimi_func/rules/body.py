@@ -1,11 +1,13 @@
 """Optimizers that are written as class bodies: fields, a State, a direction."""
 
 import inspect
+from abc import ABCMeta
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import KW_ONLY, InitVar, dataclass, field, make_dataclass
 from functools import partial
 from hashlib import sha256
+from itertools import chain
 from typing import (
     Any,
     ClassVar,
@@ -46,7 +48,7 @@ from optimi_func.pure.tree import (
     path_of,
 )
 from optimi_func.rules.called import RATES
-from optimi_func.rules.making import METHODS, NAMES, Making
+from optimi_func.rules.making import NAMES, Making
 from optimi_func.state.convert import Counterparts
 
 P = ParamSpec("P")
@@ -140,10 +142,11 @@ class OwnRule(FunctionalOptimizer):
                 )
         if not torch.compiler.is_compiling():
             self.__dict__["rule"] = self.rule  # which is looked up once
-        means, measure = self.rule.means, self.rule.measure
-        if self.cautious and (measure or (means is not None and means.divides == "sum")):
-            what = "measure" if measure else "means that take decay"
-            raise ValueError(f"{where}: cautious=True with {what}: allowed is False")
+        rule, means = self.rule, self.rule.means
+        takes = means is not None and means.divides == "sum"
+        parts = {"measure": rule.measure, "sums": rule.join, "means that take decay": takes}
+        if self.cautious and (found := [name for name, x in parts.items() if x]):
+            raise ValueError(f"{where}: cautious=True with {found[0]}: allowed is False")
         super().check()
         # A class's `check` sets the bounds of fields that have none of their own.
         bound = not hasattr(self.owner, "check")
@@ -190,8 +193,9 @@ class OwnRule(FunctionalOptimizer):
         """
         if (extras or self.rule.extras) and {*self.rule.extras} != {*extras}:
             raise TypeError(
-                f"the step of {type(self).__name__} got the extras {sorted(extras)}: "
-                f"its direction takes {sorted(self.rule.extras)}"
+                f"the step of {type(self).__name__} got the extras {sorted(extras)}: its "
+                f"direction takes {sorted(self.rule.extras)} (extras are its arguments but "
+                "g, s, t, x, z, r and c)"
             )
         tree = FlatTree.of(params, grads, state).check(self.rule)
         if not self.rule.given:
@@ -215,10 +219,29 @@ class OwnRule(FunctionalOptimizer):
 def _trace(cls: "type[Body]", statics: tuple[object, ...]) -> bool:
     """Trace the methods, if they are new. A graph being compiled calls this at once."""
     cls.rule_for(statics)
+    if not cls._used:  # written once, because it empties the caches of attributes
+        cls._used = True
     return True
 
 
-class Body(BaseOptimizer):
+class BodyType(ABCMeta):
+    """The type of class bodies, whose rules are traced and see no later assignment."""
+
+    def __setattr__(cls, name: str, x: object) -> None:
+        """Assign, and make the rule anew if methods may read this. Raise if it was used."""
+        own = vars(cls)
+        read = own.get("_used") is not None and name[:2] != "__" and name not in _UNREAD
+        if read and (own["_used"] or own.get("_name") or cls.__subclasses__()):
+            raise TypeError(
+                f"{cls.__name__}.{name} = ... after the class was used or has a subclass, "
+                "which are traced as they were: allowed is a subclass with another"
+            )
+        super().__setattr__(name, x)
+        if read:  # a decorator
+            Body.__init_subclass__.__func__(cls)  # pyright: ignore[reportFunctionMemberAccess]
+
+
+class Body(BaseOptimizer, metaclass=BodyType):
     """Base class of optimizers that are written as class bodies: see `Optimizer`.
 
     The package's have a `name`, that of their value. Their methods are traced when they are
@@ -238,20 +261,32 @@ class Body(BaseOptimizer):
     # Traced rules with the choices that their methods have read.
     _known: ClassVar[list[tuple[dict[str, object], Rule]]] = []
     _usual: ClassVar[Decay] = "decoupled"
+    # True if values have been made of it, None while it is defined.
+    _used: ClassVar[bool | None]
 
     def __init_subclass__(cls, decay: Decay | None = None, name: str = "") -> None:
         """Make `pure` and the constructor, and trace the methods."""
-        if not (name or decay or _is_rule(cls)):
+        cls._used = None
+        base = next(x for x in cls.__mro__[1:] if isinstance(x, BodyType))
+        if name or decay or _new_names(cls, base):
+            cls._name, cls._usual = name, decay or cls._usual
+            cls._define()
+        else:
             super().__init_subclass__()
-            return
-        cls._name, cls._usual = name, decay or cls._usual
-        cls._own = {**cls._own, **_own_fields(cls)}
-        written = {k: x for base in reversed(cls.__mro__) for k, x in vars(base).items()}
+        cls._used = False
+
+    @classmethod
+    def _define(cls) -> None:
+        every = [pair for base in reversed(cls.__mro__) for pair in vars(base).items()]
+        written, own = dict(every), {k: x for k, x in every if isinstance(x, Field)}
+        for name in own.keys() - vars(cls).keys():
+            if not hasattr(written[name], "__get__"):
+                setattr(cls, name, written[name])  # another default, of a mixin
+        cls._own = own
+        cls._own = {**own, **_own_fields(cls)}
         cls._choices = tuple(sorted(k for k, x in written.items() if isinstance(x, choice)))
         cls._rules, cls._known, traced = {}, [], hasattr(cls, "direction")
-        cls.pure = _lacks_direction(cls)
-        if traced:
-            cls.factory = cls.pure = _pure(cls)
+        cls.factory = cls.pure = _pure(cls) if traced else _lacks_direction(cls)
         super().__init_subclass__()
         defaults = {option.name: option.default for option in cls._own.values()}
         if traced and cls.at_definition and EMPTY not in defaults.values():
@@ -264,7 +299,7 @@ class Body(BaseOptimizer):
     @classmethod
     def bare(cls, values: Mapping[str, object]) -> Any:
         """Return an instance with hyperparameters as attributes, and nothing else."""
-        instance = object.__new__(cls)
+        instance: Any = object.__new__(cls)
         instance.__dict__.update(values)
         return instance
 
@@ -315,13 +350,16 @@ class Body(BaseOptimizer):
         odd = bool, type(None), type
         numbers = {k: 0.5 if isinstance(x, odd) else x for k, x in numbers.items()}
         making = Making(cls, numbers, fixed)
-        rule = making.rule(cls.at_definition)
-        if cls.compiles_whole and cls.__module__.startswith("optimi_func."):
-            # The package's sources are in the keys of the store.
-            text = repr((cls.__module__, cls.__qualname__, rule.digest, fixed))
+        tried = cls.at_definition or not cls._name
+        rule = making.rule(tried)
+        # The package's sources are in the keys of the store.
+        home = next(x for x in cls.__mro__ if x.__module__.startswith("optimi_func."))
+        same = _new_names(cls, home).isdisjoint(dir(home))
+        if same and getattr(home, "compiles_whole", False):
+            text = repr((home.__module__, home.__qualname__, rule.digest, fixed))
             digest = sha256(text.encode()).hexdigest()
             object.__setattr__(rule, "whole_digest", digest)
-        if cls.at_definition:
+        if tried:
             again = Making(cls, numbers, fixed)
             again.rule(tried=False)
             if making.trace.code != again.trace.code:
@@ -350,13 +388,17 @@ def _values_of(value: OwnRule) -> dict[str, object]:
     return {name: values[name] for name in value.__dataclass_fields__ if name in values}
 
 
-def _is_rule(cls: type[Body]) -> bool:
-    """Return True if a class body has a part of a rule."""
-    kinds = inspect.get_annotations(cls).items()
-    names = [name for name, kind in kinds if name[0] != "_" and "ClassVar" not in str(kind)]
-    inherited = {*cls._own, *RATES}  # another default
-    names += [k for k, x in vars(cls).items() if isinstance(x, choice) or k in inherited]
-    return bool(names) or not METHODS.isdisjoint(vars(cls))
+# Names that methods of a rule do not read.
+_UNREAD = {*dir(Body), "_used", "pure", "factory", "keywords"}.difference(
+    ("usual_decay", "lr_is_factor", "compiles_whole")
+)
+
+
+def _new_names(cls: type, base: type) -> set[str]:
+    """Return the names that methods may read, and that a class has not of a base."""
+    new = [x for x in cls.__mro__ if x not in base.__mro__]
+    names = {*chain(*[(*vars(x), *inspect.get_annotations(x)) for x in new])} - _UNREAD
+    return {name for name in names if name[:2] != "__"}
 
 
 def _own_fields(cls: type[Body]) -> dict[str, Field[object, object]]:
@@ -372,7 +414,7 @@ def _own_fields(cls: type[Body]) -> dict[str, Field[object, object]]:
     reserved -= {*RATES, "usual_decay"}
     if cls._name:
         reserved = {*Body._parameters} - {*RATES}
-    for name in [*annotations, *vars(cls)]:
+    for name in [*annotations, *(() if "keywords" in vars(cls) else vars(cls))]:
         kind = annotations.get(name)
         keyword = keyword or kind in (KW_ONLY, "KW_ONLY")
         if name.startswith("_") or "ClassVar" in str(kind) or name in options:
@@ -380,7 +422,7 @@ def _own_fields(cls: type[Body]) -> dict[str, Field[object, object]]:
         if name not in annotations:
             refused = reserved - {*dir(optim.Optimizer)}  # methods may extend step
         else:
-            refused = reserved | {*dir(OwnRule)} | (METHODS if cls._name else NAMES)
+            refused = reserved | {*dir(OwnRule)} | (set() if cls._name else NAMES)
         if name in refused - {*RATES} and not (cls._name and name not in annotations):
             raise TypeError(
                 f"{cls.__name__}.{name} is an option or a method of every optimizer, or an "
@@ -403,12 +445,12 @@ def _own_fields(cls: type[Body]) -> dict[str, Field[object, object]]:
 
 
 def _lacks_direction(cls: type[Body]) -> Callable[..., NoReturn]:
-    """Make the constructor of a base raise, and return what raises, for its `pure`."""
+    """Return the `pure` of a base, which raises."""
 
-    def raises(*args: object, **kwargs: object) -> NoReturn:
+    def raises(lr: object, **kwargs: object) -> NoReturn:
         raise TypeError(f"{cls.__name__} has no direction(self, g, s): write this method")
 
-    type.__setattr__(cls, "__init__", raises)  # type checkers keep the one of the fields
+    raises.__signature__ = inspect.signature(lambda lr: None)  # pyright: ignore[reportFunctionMemberAccess]
     return raises
 
 

@@ -11,7 +11,7 @@ from optimi_func.core.distributed import distribute_like, whole, whole_field
 from optimi_func.core.math import moment
 from optimi_func.core.rule import MomentStorage, Named, Rule, Scalar
 from optimi_func.core.storage import encode
-from optimi_func.rules.lifting import as_scalar, is_scalar
+from optimi_func.rules.lifting import as_scalar, is_scalar, line_of
 
 RATES = ("lr", "weight_decay")
 
@@ -112,7 +112,9 @@ def make_init(
         if make is whole_field and isinstance(x, tuple | list):
             return all([isinstance(n, int) and n >= 0 for n in x])
         return x is None or (
-            isinstance(x, Tensor) and (make is whole_field or x.shape == p.shape)
+            isinstance(x, Tensor)
+            and x.is_floating_point()
+            and (make is whole_field or x.shape == p.shape)
         )
 
     def init(
@@ -130,7 +132,7 @@ def make_init(
         if not right or not all([fits(p, *pair) for pair in zip(makers, found)]):
             raise TypeError(
                 f"{where} returned {found!r} for a parameter of {tuple(p.shape)}: "
-                "allowed is self.State of tensors of its shape, and None for zeros"
+                "allowed is self.State of floating tensors of its shape, and None for zeros"
                 f"{', and in Shaped fields of any, and shapes' * (whole_field in makers)}"
             )
         return kind(*[field(p, kept, *pair) for pair in zip(makers, found)])
@@ -195,16 +197,21 @@ def make_refuses(
 
     def refuses(p: Tensor) -> str | None:
         why = None if method is None else me.refuses(p)
-        if why is None and tried:
-            try:
+        if why is not None or not tried or torch.compiler.is_compiling():
+            return why
+        try:
+            with torch.inference_mode(False):  # in which tensors have no version
                 d = torch.empty(p.shape, dtype=torch.float32, device="meta")
                 fields = rule.init(d, d.dtype)[len(rule.fields) :]
+                given = [d, d.clone(), *fields]
+                before = [x._version for x in given]
                 assert map_of is not None
-                map_of(d, d if rule.reads_param else None, tuple(fields), now)
-            except NotImplementedError:
-                return None  # an operation that the meta device lacks
-            except Exception as error:
-                return f"whole raises {type(error).__name__}: {error}"
-        return why
+                map_of(d, given[1] if rule.reads_param else None, tuple(fields), now)
+                if before != [x._version for x in given]:
+                    raise TypeError("it writes to d, x or s, where a new tensor is allowed")
+        except NotImplementedError:
+            return None  # an operation that the meta device lacks
+        except Exception as error:
+            return f"whole raises {type(error).__name__}: {error}{line_of(error)}"
 
     return refuses

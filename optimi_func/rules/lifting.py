@@ -28,7 +28,8 @@ _LOGICAL = (operator.and_, operator.or_, operator.xor)
 _CONDITIONS = (operator.gt, operator.ge, operator.lt, operator.le, operator.eq, operator.ne)
 _USUAL = (operator.add, operator.sub, operator.mul, operator.neg, operator.pos)
 _KINDS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64}
-_OUTSIDE = str(Path(fx.__file__).parents[1]), __file__
+# torch, and this package, whose bodies have no errors.
+_OUTSIDE = str(Path(fx.__file__).parents[1]), str(Path(__file__).parents[1])
 
 
 class Traced(fx.Proxy):
@@ -76,9 +77,14 @@ class _Tracer(GraphAppendingTracer):
 
 
 def _line(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Return the first line that is not torch's or this file's."""
+    """Return the first line that is not torch's or this package's."""
     lines = [(frame.f_code.co_filename, n) for frame, n in frames]
     return next((f" ({x}:{n})" for x, n in lines if not x.startswith(_OUTSIDE)), "")
+
+
+def line_of(error: BaseException) -> str:
+    """Return the line of a user's file that an error comes from."""
+    return _line(reversed([*walk_tb(error.__traceback__)]))
 
 
 class Trace:
@@ -106,22 +112,23 @@ class Trace:
         try:
             result = fn(*args)
         except Exception as error:
-            where += _line(reversed([*walk_tb(error.__traceback__)]))
+            where += line_of(error)
             if not isinstance(error, TraceError):
                 raise TypeError(f"{where} cannot be traced: {error}") from error
             raise TypeError(
                 f"{where} decides by the value of a tensor or of a hyperparameter (if, "
-                "while, and, or, min, max, loops): write torch.where(condition, x, y), or "
-                f"make the hyperparameter a bool or a str, which is static ({error})"
+                "while, and, or, min, max, loops): write torch.where(condition, x, y), "
+                "x.clamp_max(1.0) for min(x, 1.0), clamp_min for max, or make the "
+                f"hyperparameter a bool or a str, which is static ({error})"
             ) from error
         for node in list(self._graph.nodes)[first:]:
             name = str(getattr(node.target, "__name__", node.target))
             here = where + node.meta.get("line", "")
             written = name.endswith("_") and name[-2:] != "__"
-            if (written and node.target not in _LOGICAL) or "out" in node.kwargs:
-                raise TypeError(
-                    f"{here} writes in place: use {name.rstrip('_')} for {name}"
-                )
+            if written and node.target not in _LOGICAL:
+                raise TypeError(f"{here} writes in place: use {name[:-1]} for {name}")
+            if node.kwargs.get("out") is not None:
+                raise TypeError(f"{here} writes in place: use {name} without out=")
             if node.target is getattr:
                 raise TypeError(
                     f"{here} reads .{node.args[1]} of a tensor, which may be flat or a "

@@ -54,8 +54,6 @@ _FIRST = {"after": "u", "eval_point": "x", "sums": "a sum"}
 _FIRST.update(means="what mean is given", measure="what mean is given")
 # Methods that are called with values.
 _CALLED = ("coeffs", "init", "refuses", "whole")
-# Names in a class body that make a rule.
-METHODS = {*_TAKES, *_CALLED, "State", "Running", "check", "mistakes", "usual_decay"}
 # Names of an entry that are not the rule's.
 _TAKEN = {"step", "kahan_comp", "train_param", "rule_state", "running"}
 # Names that a field cannot have, because they are those of methods and of their arguments.

@@ -401,6 +401,52 @@ def test_classes_of_torch_are_checked(
         check_rule(torch.optim.AdamW, adam, steps=6)
 
 
+class Small(Optimizer):
+    """It moves by less than a spacing of bfloat16 a step."""
+
+    def direction(self, g: Tensor):
+        return 0.02 * g
+
+
+class Divided(Optimizer):
+    def direction(self, g: Tensor):
+        return g * self.lr / self.lr
+
+
+class Names(Optimizer):
+    steps: float = 1.0
+    grads: float = 1.0
+    start: float = 1.0
+
+    def direction(self, g: Tensor):
+        return self.steps * self.grads * self.start * g
+
+
+def test_rows_in_bfloat16_compare_moves_with_compensations(small: None) -> None:
+    check_rule(Small, compile=False, lr=0.1, steps=6)
+
+
+def test_nan_at_an_lr_of_0_is_caught(small: None) -> None:
+    with pytest.raises(
+        AssertionError, match=r"1 rows:\nnumbers of 0: .*lr=0, as where a wa"
+    ):
+        check_rule(Divided, compile=False, steps=6)
+
+
+def test_hyperparameters_may_have_the_names_of_arguments(small: None) -> None:
+    def scaled(ps: Any, gs: Any, **hyper: float) -> list[Tensor]:
+        factor = hyper["lr"] * hyper["steps"] * hyper["grads"] * hyper["start"]
+        return [p - factor * sum(g[i] for g in gs) for i, p in enumerate(ps)]
+
+    hyper = {"steps": 2.0, "grads": 0.5, "start": 3.0}
+    check_rule(Names, scaled, compile=False, hyper=hyper, steps=6)
+
+
+def test_a_state_that_is_written_in_place_is_caught(small: None) -> None:
+    rows = failing(direction=in_place)
+    assert "inputs kept" in rows
+
+
 @pytest.mark.full
 def test_kernels_are_tried(capsys: pytest.CaptureFixture[str]) -> None:
     check_rule(Adam, betas=(0.8, 0.9), weight_decay=0.1)

@@ -91,6 +91,42 @@ def test_a_parameter_without_a_gradient_counts_with_a_gradient_of_0() -> None:
     assert optimizer.state[ps[0]]["far"].item() == pytest.approx(moved.item() ** 0.5)
 
 
+class Sized(Optimizer):
+    """Its factor is the sum of all squares of parameters."""
+
+    class Running(NamedTuple):
+        total: float = 0.0
+
+    def direction(self, g: Tensor, r: Running):
+        return g, r
+
+    def sums(self, g: Tensor, x: Tensor):
+        return x * x
+
+    def join(self, r: Running, sums: Any):
+        return self.Running(sums)
+
+
+def test_parameters_that_never_had_a_gradient_count() -> None:
+    params = [torch.full((2,), 3.0), torch.full((3,), 2.0), torch.ones(9)]
+    value = Sized.pure(lr=0.0)
+    _, state = value.step(params[:2], [torch.ones(2), None], value.init(params[:2]))
+    ps = [p.clone().requires_grad_(i < 2) for i, p in enumerate(params)]
+    optimizer = Sized(ps, lr=0.0, compile=False)
+    ps[0].grad = torch.ones(2)
+    optimizer.step()
+    total = optimizer.state[ps[0]]["total"].item()
+    assert total == state.leaves[0].running.total.item() == 2 * 9 + 3 * 4
+    assert [*optimizer.state] == ps[:1]
+
+
+def test_cautious_is_refused_with_sums() -> None:
+    with pytest.raises(ValueError, match="DoG: cautious=True with sums: allowed is False"):
+        DoG.pure(lr=1.0, cautious=True)
+    with pytest.raises(ValueError, match="DoG: cautious=True with sums"):
+        DoG([torch.ones(1, requires_grad=True)], lr=1.0, cautious=True)
+
+
 class One(NamedTuple):
     total: float = 0.0
 

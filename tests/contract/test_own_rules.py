@@ -4,6 +4,7 @@ import inspect
 import math
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from torch.func import grad
 
 from optimi_func import lamb, population
-from optimi_func.rules import Optimizer, Wide, check_number
+from optimi_func.rules import Optimizer, Shaped, Wide, check_number
+from optimi_func.testing import check_rule
 
 P = torch.tensor([1.0, 2.0])
 
@@ -436,3 +438,130 @@ def test_an_extra_may_be_a_dict_in_a_graph() -> None:
     for h in ({"a": P, "b": P}, torch.tensor(2.0)):
         got, want = compiled(tree, h), step(tree, h)
         torch.testing.assert_close(got, want)
+
+
+class Noisy(Optimizer):
+    seed: int = 0
+
+    def direction(self, g: Tensor, z: Tensor):
+        return g + z
+
+    def whole(self, d: Tensor) -> Tensor:
+        return 2 * d
+
+
+@pytest.mark.parametrize("how", HOWS[:1])
+def test_noise_goes_with_whole(how: dict[str, Any]) -> None:
+    p, g, value = torch.ones(3, 2), torch.ones(3, 2), Noisy.pure(lr=0.1)
+    w = p.clone().requires_grad_()
+    w.grad = g
+    Noisy([w], lr=0.1, **how).step()
+    torch.testing.assert_close(w.detach(), value.step(p, g, value.init(p))[0])
+
+
+class Rows(Optimizer):
+    class State(NamedTuple):
+        rows: Shaped
+
+    def init(self, p: Tensor) -> Any:
+        return self.State((p.shape[0],))  # type: ignore
+
+    def direction(self, g: Tensor):
+        return g
+
+    def whole(self, d: Tensor, s: State):
+        return d, s
+
+
+def test_whole_writes_to_no_argument() -> None:
+    class OfState(Rows):
+        def whole(self, d: Tensor, s: Any):
+            s.rows.add_(1.0)
+            return d, s
+
+    class OfDirection(Rows):
+        def whole(self, d: Tensor, s: Any):
+            return d.mul_(2.0), s
+
+    class OfParameter(Rows):
+        def whole(self, d: Tensor, s: Any, x: Tensor):
+            x[0] = 0.0
+            return d, s
+
+    p = torch.ones(2, 2)
+    for cls in OfState, OfDirection, OfParameter:
+        with (
+            torch.inference_mode(),
+            pytest.raises(ValueError, match="it writes to d, x or"),
+        ):
+            cls.pure(lr=0.1).init(p)
+        with pytest.raises(ValueError, match=r"params\[0\] .*: it writes to d, x or s"):
+            cls([p.clone().requires_grad_()], lr=0.1)
+
+
+def test_an_error_in_whole_says_its_line() -> None:
+    class Odd(Rows):
+        def whole(self, d: Tensor, s: Any):
+            return d @ d, s  # line
+
+    class Reads(Rows):
+        def whole(self, d: Tensor, s: Any):
+            return d * self.lr, s  # line
+
+    lines = Path(__file__).read_text().splitlines()
+    odd, reads = [i for i, x in enumerate(lines, 1) if x.endswith("s  # line")]
+    for cls, line, said in (
+        (Odd, odd, "same reduction dim"),
+        (Reads, reads, "no attribute 'lr'"),
+    ):
+        with pytest.raises(ValueError, match=rf"{said}.* \(.*test_own_rules\.py:{line}\)$"):
+            cls.pure(lr=0.1).init(torch.ones(2, 3))
+        with pytest.raises(ValueError, match=rf"takes no shape: .*py:{line}\)"):
+            check_rule(cls)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+@pytest.mark.parametrize("kind", [Tensor, Shaped])
+def test_first_values_are_floating(dtype: torch.dtype, kind: Any) -> None:
+    def init(self: Any, p: Tensor) -> Any:
+        return self.State(torch.zeros_like(p, dtype=dtype))
+
+    body: dict[str, Any] = {"direction": lambda self, g, s: (g, s)}
+    if kind is Shaped:
+        body = {"direction": lambda self, g: g, "whole": lambda self, d, s: (d, s)}
+    state = NamedTuple("State", [("n", kind)])  # noqa: UP014
+    with pytest.raises(
+        (TypeError, ValueError), match=r"allowed is self\.State of floating t"
+    ):
+        made(State=state, init=init, **body).pure(lr=0.1).init(torch.ones(3))
+
+
+SAID: dict[str, tuple[Any, str]] = {
+    "min": (lambda self, g, t: g * min(t / 9, 1.0), r"x\.clamp_max\(1\.0\) for min"),
+    "normalize": (lambda self, g: torch.nn.functional.normalize(g), "cannot be traced"),
+    "out": (lambda self, g: torch.add(g, g, out=g), "use add without out="),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_errors_say_what_to_write(name: str) -> None:
+    direction, said = SAID[name]
+    with pytest.raises(TypeError, match=said) as raised:
+        type("Wrong", (Optimizer,), {"direction": direction})
+    assert "use normalize" not in str(raised.value)
+
+
+def test_an_argument_that_no_rule_has_is_an_extra() -> None:
+    class Misspelt(Optimizer):
+        momentum: float = 0.9
+
+        def direction(self, g: Tensor, momentun: Tensor):
+            return g * momentun
+
+    p, value = torch.ones(1, requires_grad=True), Misspelt.pure(lr=0.1)
+    optimizer = Misspelt([p], lr=0.1, compile=False)
+    p.grad = torch.ones(1)
+    said = r"takes \['momentun'\] \(extras are its arguments but g, s, t, x, z, r and c\)"
+    for step in optimizer.step, lambda: value.step(p, p, value.init(p)):
+        with pytest.raises(TypeError, match=said):
+            step()

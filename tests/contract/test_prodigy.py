@@ -393,7 +393,7 @@ def test_refusals_name_the_option() -> None:
         ({"growth_rate": 0.9}, "Invalid growth of d: growth_rate"),
         ({"beta3": 1.0}, "Invalid beta parameter: beta3"),
         ({"betas": (0.9,)}, "Invalid betas"),
-        ({"cautious": True}, "estimates d for moves along"),
+        ({"cautious": True}, "prodigy: cautious=True with sums"),
     ):
         with pytest.raises(ValueError, match=text):
             Prodigy([p], **options, **EAGER)

@@ -85,7 +85,9 @@ def test_groups_of_one_optimizer_differ(way: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", [*SCHEDULE_FREE, "prodigy"])
 def test_a_rule_along_the_gradient_refuses(name: str) -> None:
-    why = "estimates d for moves" if name == "prodigy" else "always has the gradient's sign"
+    why = (
+        "cautious=True with sums" if name == "prodigy" else "always has the gradient's sign"
+    )
     with pytest.raises(ValueError, match=why):
         getattr(optimi_func, name)(lr=0.1, cautious=True)
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from optimi_func import (
 )
 from optimi_func.core.distributed import to_local
 from optimi_func.gradient_release import runner
+from optimi_func.rules import Optimizer, Shaped
 
 Shapes = list[tuple[int, ...]]
 # A small transformer's; then odd ones, a stack and a convolution.
@@ -91,6 +92,25 @@ def plane() -> Any:
     return init_device_mesh("cpu", (2, 2))
 
 
+class Normed(Optimizer):
+    """Momentum of gradients over their norms: a number for each parameter."""
+
+    class State(NamedTuple):
+        exp_avg: Shaped
+        square: Shaped
+
+    def init(self, p: Tensor) -> Any:
+        return self.State(None, ())  # type: ignore
+
+    def direction(self, g: Tensor):
+        return g
+
+    def whole(self, d: Tensor, s: State):
+        square = 0.9 * s.square + (d * d).sum()
+        m = 0.9 * s.exp_avg + d / (square.sqrt() + 1e-6)
+        return m, self.State(m, square)
+
+
 def fields(folder: Path) -> None:
     """A map's own state and the parameters that it reads travel too, in as many messages.
 
@@ -113,6 +133,7 @@ def fields(folder: Path) -> None:
     rules: list[Any] = [
         (Mapped, mapped, {}, shapes),
         (Adafactor, adafactor, factored, shapes),
+        (Normed, Normed.pure, {}, shapes),
         (NorMuon, normuon, {"split": 2}, [(8, 5), (3, 6, 4), (8, 2, 3, 3), (2, 0)]),
     ]
 

@@ -30,8 +30,8 @@ FLAGS = ("-fno-math-errno", *[f"-D{name}={value}" for name, value in _SHARED.ite
 class Native(NamedTuple):
     """The compiled functions, which take addresses as integers."""
 
-    run_list: Callable[..., None]
-    run_shaped: Callable[..., None]
+    run_list: Callable[..., int]
+    run_shaped: Callable[..., int]
     counts_hold: Callable[[int, int, int, int], int]
     counts_advance: Callable[[int, int, int, int], None]
     decode: Callable[..., None]
@@ -67,8 +67,7 @@ def native() -> Native | None:
     library.run_shaped.argtypes = [at, count, count, at, at, count, count]
     library.decode.argtypes = [count, at, at, at, count]
     library.encode.argtypes = [count, at, at, at, count, real]
-    run.restype, hold.restype, advance.restype = None, count, None
-    library.run_shaped.restype = None
+    hold.restype, advance.restype = count, None
     return Native(run, library.run_shaped, hold, advance, library.decode, library.encode)
 
 

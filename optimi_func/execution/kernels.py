@@ -6,6 +6,7 @@ are fixed on entry. torch.compile's other guards are left out by calling the gen
 code directly.
 """
 
+import os
 import threading
 import types
 import warnings
@@ -97,6 +98,16 @@ _kernels: dict[object, tuple[str, Kernel]] = {}  # by key and threads, with a na
 # Types of devices where torch's private parts were not as list kernels expect them.
 _without_lists: set[str] = set()
 lock = threading.RLock()
+
+
+def _unlock() -> None:
+    global lock
+    lock = threading.RLock()
+
+
+# Another thread of the parent may have compiled, and does not go on in a child.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock)
 
 
 class DispatchModeError(RuntimeError):

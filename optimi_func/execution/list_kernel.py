@@ -79,7 +79,8 @@ class ListKernel:
         at, rows = lengths.buffer_info()
         pointers, threads = table.buffer_info()[0], torch.get_num_threads()
         head = self._kernel, rows, at, pointers
-        self._run_list(*head, scalars, per_row, per_piece, dither, threads)
+        if self._run_list(*head, scalars, per_row, per_piece, dither, threads):
+            raise MemoryError("no memory for moments to be decoded into")
 
 
 def replacing(kernel: ListKernel, ours: list[Argument]) -> ListKernel:

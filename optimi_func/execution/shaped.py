@@ -82,7 +82,8 @@ class ShapedKernel:
                 rows[i::count] = array("q", columns[place])
         table = len(rows) // count, address(rows), address(self._inside)
         threads = min(threads, torch.get_num_threads())
-        functions.run_shaped(self._code, count, *table, room, threads)
+        if functions.run_shaped(self._code, count, *table, room, threads):
+            raise MemoryError(f"a step needs {threads} times {room} bytes beside its state")
 
 
 def example_of(shape: torch.Size) -> tuple[int, ...]:

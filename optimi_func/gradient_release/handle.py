@@ -187,6 +187,8 @@ class GradientRelease:
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Copy what another run's handle carried, to go on from there.
 
+        Counts of skipped updates of parameters that have been frozen since are dropped.
+
         Raises:
             TypeError, ValueError: What does not fit this model or these options; nothing
                 is loaded then.
@@ -200,7 +202,7 @@ class GradientRelease:
             raise ValueError(
                 f"state_dict holds {sorted(saved)}: allowed are {sorted(expected)}"
             )
-        for field in ("begun", "buffer", "skipped"):
+        for field in ("begun", "buffer"):
             if unknown := [name for name in saved[field] if name not in params]:
                 raise ValueError(
                     f"state_dict[{field!r}] names {unknown[0]!r}: allowed are {[*params]}"
@@ -232,8 +234,10 @@ class GradientRelease:
                 f"state_dict is from an open cycle of accumulation="
                 f"{saved['accumulation']!r}: allowed is {self.accumulation!r}"
             )
-        counts = {params[name]: int(k) for name, k in saved["skipped"].items() if int(k)}
-        runner.skipped = {p: torch.tensor(k, device=p.device) for p, k in counts.items()}
+        counts = {n: int(k) for n, k in saved["skipped"].items() if n in params and int(k)}
+        runner.skipped = {
+            params[n]: torch.tensor(k, device=params[n].device) for n, k in counts.items()
+        }
         runner.cycle = cycle
 
     def remove(self) -> None:

@@ -204,7 +204,7 @@ def _by_pattern(
             )
         if first[pattern] != pattern:
             raise ValueError(
-                f"{option} has {pattern!r} behind {first[pattern]!r}, which matches all its "
-                "parameters, and the first counts: put it before"
+                f"{option} has {pattern!r} behind {first[pattern]!r}, which matches all "
+                "of its parameters, and the first counts: put it before"
             )
     return values

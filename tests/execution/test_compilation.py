@@ -601,3 +601,25 @@ def test_a_transformed_optimizer_is_refused() -> None:
     for step in (compiled.step, compiled.step_):
         with pytest.raises(TypeError, match="is not a FunctionalOptimizer"):
             step(optimizer, p, p, optimizer.init(p))
+
+
+@pytest.mark.full
+def test_a_child_does_not_wait_for_what_its_parent_compiles() -> None:
+    """A thread that compiles in the parent is not in the child, whose lock is free."""
+    held, done = threading.Event(), threading.Event()
+
+    def compiling() -> None:
+        with kernels.lock:
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=compiling)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if kernels.lock.acquire(timeout=10.0) else 1)
+    _, status = os.waitpid(child, 0)
+    done.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(status) == 0

@@ -82,6 +82,24 @@ def test_threads_and_other_tensors_do_not_matter() -> None:
 
 
 @pytest.mark.kernels
+def test_a_step_without_room_raises_before_it_writes(monkeypatch: Any) -> None:
+    ps = params(MATRICES)
+    optimizer = Adafactor(ps, lr=0.1, compile=True)
+    train(ps, optimizer, 1)
+    prepared = shaped.ShapedKernel.prepared
+    monkeypatch.setattr(
+        shaped.ShapedKernel, "prepared", lambda *given: (prepared(*given)[0], 1 << 60, 2)
+    )
+    state = [x for p in ps for x in optimizer.state[p].values()]
+    before = [x.clone() for x in (*ps, *state)]
+    optimizer._clear_caches()
+    optimizer._plans.clear()
+    with pytest.raises(MemoryError, match="a step needs 2 times 1152921504606846976 bytes"):
+        optimizer.step()
+    assert all(map(torch.equal, before, (*ps, *state)))
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize("what", ["turned", "gradient", "field", "dtype", "twins"])
 def test_what_is_stored_otherwise_has_the_same_step(what: str, monkeypatch: Any) -> None:
     planned = launches_of(monkeypatch)

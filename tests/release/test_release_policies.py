@@ -919,6 +919,23 @@ def test_skips_resume_also_from_a_file_of_version_0_2() -> None:
             assert fresh.skipped == {"last.weight": 1}
 
 
+def test_a_state_loads_once_a_layer_is_frozen() -> None:
+    model, optimizer = make()
+    handle = prepare_for_gradient_release(model, optimizer, skip_nonfinite=True)
+    for name in ("last.weight", "first.weight"):
+        poison(model, name, float("nan"))
+    loss_of(model, 0).backward()
+    saved = handle.state_dict()
+    counts = handle.skipped
+    assert counts["last.weight"] == 1 and len(counts) > 1
+    later, optimizer = make()
+    for name, p in later.named_parameters():
+        p.requires_grad_(name.startswith("last"))
+    handle = prepare_for_gradient_release(later, optimizer, skip_nonfinite=True)
+    handle.load_state_dict(saved)
+    assert handle.skipped == {n: k for n, k in counts.items() if n.startswith("last")}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -9,6 +9,8 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -56,7 +58,8 @@ struct Kernel {
 //     scalars: The kernel's first argument.
 //     per_row, per_piece: Bytes from the scalars of one row or piece to the next.
 //     dither: Rounds second moments in 8 bits.
-extern "C" void run_list(const Kernel* kernel, int64_t rows, const int64_t* lengths,
+// Returns 1 if there is no room for what is decoded, before the first write, or 0.
+extern "C" int run_list(const Kernel* kernel, int64_t rows, const int64_t* lengths,
     const int64_t* table, char* scalars, int64_t per_row, int64_t per_piece, float dither,
     int64_t threads) {
     const int64_t count = kernel->count;
@@ -73,13 +76,19 @@ extern "C" void run_list(const Kernel* kernel, int64_t rows, const int64_t* leng
     int64_t size = per_piece ? PIECE : ours ? DECODED : SHORTEST;
     const bool fixed = per_piece != 0 || ours;
     while (!fixed && size < LONGEST && size * threads * 16 < total) size *= 2;
-    std::atomic<int64_t> next{0};
+    static thread_local std::vector<float> rooms;
+    try {
+        if (given) rooms.resize(threads * given * size);
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+    float* const all = rooms.data();
+    std::atomic<int64_t> next{0}, thread{0};
     auto work = [&]() {
         void* pointers[MOST];
         alignas(SLOT) char scratch[SLOTS][SLOT];
         int64_t row = 0, before = 0;
-        static thread_local std::vector<float> decoded;
-        if (given) decoded.resize(given * size);
+        float* decoded = given ? all + thread.fetch_add(1) * given * size : nullptr;
         for (;;) {
             const int64_t piece = next.fetch_add(1, std::memory_order_relaxed);
             while (row < rows && piece >= before + (lengths[row] + size - 1) / size) {
@@ -98,12 +107,12 @@ extern "C" void run_list(const Kernel* kernel, int64_t rows, const int64_t* leng
                 const Codec& codec = CODECS[ours[i].codec];
                 if (codec.decode)
                     codec.decode(part(ours[i].first, codec.first, 1),
-                        part(ours[i].second, codec.second, codec.group),
-                        decoded.data() + i * size, length);
+                        part(ours[i].second, codec.second, codec.group), decoded + i * size,
+                        length);
             }
             for (int64_t i = 0; i < count; ++i) {
                 if (roles[i] >= 0 && given && ours[roles[i]].codec) {
-                    pointers[i] = decoded.data() + roles[i] * size;
+                    pointers[i] = decoded + roles[i] * size;
                 } else if (roles[i] >= 0 && given) {
                     pointers[i] = part(ours[roles[i]].first, kernel->widths[i], 1);
                 } else if (roles[i] >= 0) {
@@ -118,36 +127,40 @@ extern "C" void run_list(const Kernel* kernel, int64_t rows, const int64_t* leng
             for (int64_t i = 0; i < given; ++i) {
                 const Codec& codec = CODECS[ours[i].codec];
                 if (codec.encode && ours[i].written)
-                    codec.encode(decoded.data() + i * size,
-                        part(ours[i].first, codec.first, 1),
+                    codec.encode(decoded + i * size, part(ours[i].first, codec.first, 1),
                         part(ours[i].second, codec.second, codec.group), length, dither);
             }
         }
     };
 #pragma omp parallel num_threads(threads)
     work();
+    return 0;
 }
 
 // Call a kernel of whole tensors for rows of its `count` arguments: addresses and sizes.
-// Those that are `inside` are offsets in a thread's room of so many bytes.
-extern "C" void run_shaped(void* code, int64_t count, int64_t rows,
-    const int64_t* arguments, const int64_t* inside, int64_t room, int64_t threads) {
+// Those that are `inside` are offsets in a thread's room of so many bytes. Returns 1 if
+// there is none, before the first write, or 0.
+extern "C" int run_shaped(void* code, int64_t count, int64_t rows, const int64_t* arguments,
+    const int64_t* inside, int64_t room, int64_t threads) {
     const Apply call = chosen(count - 1, std::make_index_sequence<MOST>());
-    std::atomic<int64_t> next{0};
+    const std::unique_ptr<char[]> rooms(new (std::nothrow) char[threads * room]);
+    if (!rooms) return 1;
+    std::atomic<int64_t> next{0}, thread{0};
     auto work = [&]() {
         int64_t row;
-        std::vector<char> own(room);
+        char* const own = rooms.get() + thread.fetch_add(1) * room;
         while ((row = next.fetch_add(1, std::memory_order_relaxed)) < rows) {
             const int64_t* given = arguments + row * count;
             void* pointers[MOST];
             for (int64_t i = 0; i < count; ++i)
                 pointers[i] = reinterpret_cast<void*>(
-                    given[i] + (inside[i] ? reinterpret_cast<int64_t>(own.data()) : 0));
+                    given[i] + (inside[i] ? reinterpret_cast<int64_t>(own) : 0));
             call(code, pointers, given[count - 1]);
         }
     };
 #pragma omp parallel num_threads(threads)
     work();
+    return 0;
 }
 
 // Return 1 if the 0-d tensors, `floats` float32 step counts and then float64 scalars of

@@ -115,8 +115,9 @@ def finite_works(optimizer: Any, works: list[Work]) -> list[Work]:
     if not (on_device or finite):
         optimizer.skipped_steps = skipped + 1
         return []
-    for g in grads if scale is not None else ():
-        g.div_(scale)
+    if scale is not None:
+        for g in grads:
+            g.div_(scale)
     if not on_device:
         return works
     if not isinstance(skipped, Tensor):

@@ -190,7 +190,7 @@ def test_what_is_written_to_a_group_is_read_at_the_next_step(
         optimizer.param_groups[0][key] = value
     stepped(both, 7)
     stepped(others, 7)
-    assert (both[1][1][0] - others[1][1][0]).abs().max() > 1e-3
+    assert (both[1][1][0] - others[1][1][0]).abs().max() > 1e-4
     # A group that is added has it too.
     w = torch.ones(3, 3, requires_grad=True)
     both[1][0].add_param_group({"params": [w], key: value})
@@ -213,7 +213,6 @@ def test_plain_states_go_to_torch_and_back(name: str) -> None:
     for key, value in given.items():
         assert theirs[0].param_groups[0][key] == others[0].param_groups[0][key] == value
     stepped([theirs, others])
-    stepped([first[0], theirs], 0)
     stepped(first)
     stepped([first[0], theirs], 0)
 
@@ -242,9 +241,8 @@ def test_states_of_the_package_itself_load_too() -> None:
         three.param_groups[0][key] = value = False if name == "Adam" else 3.0
         three.load_state_dict(three.state_dict())
         assert three.param_groups[0][key] == value
-        assert torchs([w], **EAGER).torch_state_dict()["param_groups"][0].keys() >= {
-            *theirs
-        }
+        (group,) = two.torch_state_dict()["param_groups"]
+        assert {k: group[k] for k in theirs} == theirs and not {*ours} & {*group}
 
 
 def test_decay_of_adamw_stays_decoupled() -> None:
@@ -278,15 +276,16 @@ def test_options_of_how_a_step_runs_are_read_at_every_step() -> None:
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
 def test_a_scaler_of_ones_own(name: str, capturable: bool) -> None:
     """As torch's step with fused=True, on which a GradScaler sets both."""
+    torch.set_default_dtype(torch.float32)  # torch's kernel takes no other scale
     both: list[Any] = []
     ours = {"compile": False, "capturable": capturable}
     for module, more in ((torch.optim, {"fused": True}), (optim, ours)):
-        w = torch.ones(3, dtype=torch.float32, requires_grad=True)
+        w = torch.ones(3, requires_grad=True)
         optimizer = getattr(module, name)([w], lr=0.1, **more)
         rows: list[Tensor] = []
         for found, scale in ((0, None), (1, 4.0), (0, 4.0), (None, None)):
             w.grad = torch.tensor([8.0, -2.0, 1.0])
-            optimizer.found_inf = None if found is None else torch.full((1,), float(found))
+            optimizer.found_inf = None if found is None else torch.tensor(float(found))
             optimizer.grad_scale = None if scale is None else torch.tensor(scale)
             optimizer.step()
             rows.append(torch.stack([w.detach(), w.grad]) if found != 1 else w.detach())
@@ -360,9 +359,9 @@ def test_numbers_that_torch_takes_and_we_do_not() -> None:
         ("Adam", {"eps": INF}),
     ):
         getattr(torch.optim, name)([w], **options)
-        with pytest.raises(ValueError, match=f"Invalid.* {[*options][0]}"):
+        with pytest.raises(ValueError, match=f"Invalid.* {next(iter(options))}"):
             getattr(optim, name)([w], **options)
-    with pytest.raises(ValueError, match="lr=-0.1: allowed is finite, at least 0"):
+    with pytest.raises(ValueError, match=r"lr=-0\.1: allowed is finite, at least 0"):
         optim.SGD([{"params": [w], "lr": -0.1}], lr=0.1)
     for name in ("Adafactor", "Muon"):
         with pytest.raises(TypeError, match="complex"):

@@ -21,6 +21,7 @@ from optimi_func.classes.copies import Work, finite_works
 from optimi_func.classes.extras import check_runs, found_extras
 from optimi_func.classes.fields import Closure, Fields, Float, Params
 from optimi_func.classes.groups import (
+    TORCHS,
     check_modes,
     check_skip,
     executor_of,
@@ -29,7 +30,7 @@ from optimi_func.classes.groups import (
     number_defaults,
     path_of,
     plain_numbers,
-    take_torchs,
+    take_torchs_decay,
     warn_of_torchs_order,
 )
 from optimi_func.classes.step import Steps
@@ -48,7 +49,7 @@ from optimi_func.core.torch_private import between_graphs, unwrapped, watched_if
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.sums import Part
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.state.convert import Entry, Group
+from optimi_func.state.convert import Entry, Group, renamed
 from optimi_func.state.entry import ensure_state, insert_made, wants_state_alone
 from optimi_func.transforms.gradients import GradientTransform
 
@@ -151,10 +152,11 @@ class BaseOptimizer(Fields, Steps):
 
         def __init__(self: BaseOptimizer, *args: object, **kwargs: object) -> None:
             kind = type(self)  # which may have fields besides
-            take_torchs(kwargs, kind.factory, kind.keywords)
+            take_torchs_decay(kwargs, kind.factory, kind.keywords)
+            theirs = {name: kwargs.pop(name) for name in TORCHS if name in kwargs}
             bound = bind_call(kind.__name__, kind._call, args, kwargs)
             (_, params), *defaults = bound.items()
-            BaseOptimizer.__init__(self, params, dict(defaults))
+            BaseOptimizer.__init__(self, params, {**dict(defaults), **theirs})
             warn_of_torchs_order(kind._call.parameters, args)
 
         self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -167,16 +169,21 @@ class BaseOptimizer(Fields, Steps):
     @between_graphs
     def __init__(self, params: Params, defaults: Group) -> None:
         check_no_module(params)
-        self.optimizer_accumulation = False
-        self._take_options(defaults)
-        self.skips_steps = check_skip(defaults.pop("skip_nonfinite", False))
-        self.skipped_steps: int | Tensor = 0  # a tensor if capturable
-        self.releases = []
+        self._begin(defaults)
         self._constructed = False
-        self._clear_caches()
         super().__init__(params, plain_numbers(defaults))
         self._constructed = True
         self._warn_of_mistakes(0)
+
+    def _begin(self, options: Group) -> None:
+        """Make the attributes. Options that are no group's are taken out."""
+        self.optimizer_accumulation = False
+        self._take_options(options)
+        self.skips_steps = check_skip(options.pop("skip_nonfinite", False))
+        self.skipped_steps: int | Tensor = 0  # a tensor if capturable
+        self.releases = []
+        self._constructed = True
+        self._clear_caches()
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; options that it does not set are those of the constructor.
@@ -185,15 +192,21 @@ class BaseOptimizer(Fields, Steps):
             TypeError: A parameter that is no dense floating or complex tensor.
             ValueError: A hyperparameter out of its range; nothing is added then.
         """
+        if "releases" not in self.__dict__:  # a subclass calls torch's __init__ alone
+            usual = {name: x.default for name, x in self._parameters.items()}
+            del usual["params"]
+            self.defaults = {**usual, **self._fixed, **self.defaults}
+            self._begin(self.defaults)
         count = len(self.param_groups)
         if isinstance(param_group, dict):  # else torch raises
-            take_torchs(param_group, *self._factory_of(param_group))
+            take_torchs_decay(param_group, *self._factory_of(param_group))
         unwrapped(super().add_param_group)(param_group)
         try:
             group = self.param_groups[count]
             factory, keywords = self._factory_of(group)
             group.update(plain_numbers({name: group[name] for name in keywords}))
-            normalize_group(group, number_defaults(factory))
+            keys = {ours: key for key, ours in self._our_names.items()}
+            normalize_group(group, renamed(number_defaults(factory), keys))
             rule = self.rule_of(group)
             check_runs(group, rule)
             if "transforms" in group:
@@ -278,7 +291,8 @@ class BaseOptimizer(Fields, Steps):
             works.append((group, params, grads, None))
         if self._idle < 2 and not self.releases:
             self._note_idle([p for _, params, _, _ in works for p in params])
-        if self.skips_steps and not (works := finite_works(self, works)):
+        scaled = self.found_inf is not None or self.grad_scale is not None
+        if (self.skips_steps or scaled) and not (works := finite_works(self, works)):
             return loss
         if self.rewriters:
             extras = self._tell_transforms(extras)

@@ -31,6 +31,9 @@ class Copies(Checkpoints):
     """The methods of an optimizer that several processes run on copies."""
 
     process_group: Any  # that holds copies of plain parameters, or None
+    # What a loss scaler may set: not 0 leaves a step out, and the factor of all gradients.
+    found_inf: Tensor | None = None
+    grad_scale: Tensor | None = None
     _has_stepped: bool
     _idle: int  # steps before the first gradient
 
@@ -101,23 +104,30 @@ class Copies(Checkpoints):
 def finite_works(optimizer: Any, works: list[Work]) -> list[Work]:
     """Return the works of a step, or none if a gradient of a process is not finite.
 
-    If a group is capturable, the device decides. Skipped steps are counted.
+    If a group is capturable, the device decides. Skipped steps are counted. Gradients are
+    divided by a loss scaler's factor in place, as by torch's fused step.
     """
     if optimizer.optimizer_accumulation:
         raise RuntimeError(
-            "skip_nonfinite='step' with optimizer_accumulation=True, whose steps have been "
-            "taken in part before: choose one"
+            "skip_nonfinite='step', found_inf or grad_scale with optimizer_accumulation="
+            "True, whose steps have been taken in part before: choose one"
         )
     groups, grads = optimizer.param_groups, [g for work in works for g in work[2]]
     if not all(map(has_memory, grads)):
         return works
     every = [p for group in groups for p in group["params"]]
-    finite = all_finite(grads, every, optimizer.process_group)
+    found, scale = optimizer.found_inf, optimizer.grad_scale
+    finite = torch.ones((), dtype=torch.bool) if found is None else found.reshape(()) == 0
+    if optimizer.skips_steps:
+        finite = finite & all_finite(grads, every, optimizer.process_group)
     on_device = any(group["capturable"] for group in groups)
     skipped = optimizer.skipped_steps
     if not (on_device or finite):
         optimizer.skipped_steps = skipped + 1
         return []
+    if scale is not None:
+        for g in grads:
+            g.div_(scale)
     if not on_device:
         return works
     if not isinstance(skipped, Tensor):

@@ -27,7 +27,9 @@ from optimi_func.state.convert import Entry, Group, without_wrappers
 # Hyperparameters that are no schedules of the parameter's step in a class.
 UNSCHEDULED = ("lr", "weight_decay", "max_lr")
 # Options that ask for an executor, which eager steps refuse.
-EXECUTORS = ("compile", "foreach", "triton")
+EXECUTORS = ("compile", "foreach", "triton", "fused")
+# torch's options that are no fields here: groups have them if they were given.
+TORCHS = ("fused", "differentiable")
 _NUMBERS = {float, int}
 _kind = attrgetter("dtype", "layout")
 
@@ -55,32 +57,23 @@ def plain_numbers(given: dict[str, object]) -> Group:
     return {k: x if type(x) in PLAIN else plain_number(x) for k, x in given.items()}
 
 
-def take_torchs(
+def take_torchs_decay(
     given: dict[str, object], factory: object, keywords: Collection[str]
 ) -> None:
-    """Replace options that only torch.optim has, in a call or in a group, by ours."""
-    names = ("fused", "differentiable", "decoupled_weight_decay")
-    theirs = {k: given[k] for k in names if k in given and k not in keywords}
-    if not theirs:
+    """Replace torch's decoupled_weight_decay, in a call or in a group, by decouple_wd."""
+    name = "decoupled_weight_decay"
+    if name not in given or name in keywords:
         return
-    new: dict[str, object] = {"triton": True} if theirs.get("fused") else {}
-    if theirs.get("differentiable"):
-        raise ValueError(
-            "differentiable=True: allowed is False. The pure functions are "
-            "differentiable: optimi_func.adamw_step and its kin, and optimi_func.unroll"
-        )
-    asked = theirs.get("decoupled_weight_decay")
-    ours = getattr(factory, "usual", "") != "l2"  # of optimizers without the option
-    if "decouple_wd" in keywords and asked is not None:
-        new["decouple_wd"], ours = asked, given.get("decouple_wd", asked)
+    asked, own = given[name], "decouple_wd" in keywords
+    ours = given.get("decouple_wd", asked) if own else getattr(factory, "usual", "") != "l2"
     if asked not in (None, ours):
         raise ValueError(
             f"decoupled_weight_decay={asked} is torch.optim's name of decouple_wd, which "
             f"is {ours} here: allowed is {ours}"
         )
-    for name in theirs:
-        del given[name]
-    given.update(new)
+    del given[name]
+    if own and asked is not None:
+        given["decouple_wd"] = asked
 
 
 def warn_of_torchs_order(known: Collection[str], args: Sequence[object]) -> None:
@@ -157,11 +150,18 @@ def _as_dtype(x: object) -> object:
 
 def check_modes(group: Group) -> None:
     """Raise for options about how the step runs that exclude each other."""
-    for name in (*EXECUTORS, "gradient_release", "capturable"):
-        checks.check_flag(name, group[name], none=name in EXECUTORS)
+    for name in ("gradient_release", "capturable"):
+        checks.check_flag(name, group[name])
+    for name in EXECUTORS:
+        checks.check_flag(name, group.get(name), none=True)
+    if group.get("differentiable"):
+        raise ValueError(
+            "differentiable=True: allowed is False. The pure functions are "
+            "differentiable: optimi_func.adamw_step and its kin, and optimi_func.unroll"
+        )
     option = "foreach=True" if group["foreach"] else "compile=False"
     eager = group["foreach"] or group["compile"] is False
-    if eager and (group["compile"] or group["triton"]):
+    if eager and (group["compile"] or group["triton"] or group.get("fused")):
         raise ValueError(
             f"{option} and compile=True (triton=True, fused=True) are two ways to run the "
             "step: choose one"
@@ -258,7 +258,8 @@ def executor_of(group: Group) -> Executor:
         return "foreach"
     if group["compile"] is False:
         return "eager"
-    return "kernels" if group["compile"] or group["triton"] else "auto"
+    asked = group["compile"] or group["triton"] or group.get("fused")
+    return "kernels" if asked else "auto"
 
 
 def aligned(group: Group, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:

@@ -21,6 +21,7 @@ from optimi_func.classes.groups import (
     aligned,
     as_scalar,
     check_capture,
+    check_modes,
     executor_of,
     path_of,
 )
@@ -39,7 +40,7 @@ from optimi_func.execution.sums import Part, Unit, join, write_running
 from optimi_func.execution.tensors import is_capturing, uncollected
 from optimi_func.pure.casts import PLAIN
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.state.convert import Entry
+from optimi_func.state.convert import Entry, renamed
 from optimi_func.state.entry import ensure_state, insert_made
 from optimi_func.state.stored import begin, mask_like, rows_of
 
@@ -102,7 +103,7 @@ class Steps(Rewriting, Given):
                     "element; for a schedule use torch.optim.lr_scheduler"
                 )
         make = getattr(factory, "kept", factory)
-        bound = make(**dict(zip(keywords, numbers)))
+        bound = make(**renamed(dict(zip(keywords, numbers)), self._our_names))
         # Tensors and numpy's arrays have this.
         objects = () if plain else flat
         mutable = any([isinstance(x, list) or hasattr(x, "__array__") for x in objects])
@@ -173,6 +174,8 @@ class Steps(Rewriting, Given):
             capturable = capturable or any([flag is not None for flag in flags])
             flagged = capturable and len(set(map(id, flags))) > 1
         bound = self.bound_of(group, params, capturable)
+        if group.get("differentiable"):
+            check_modes(group)  # raises
         if not write:
             check_moves_state(bound.rule)
         ids = tuple(map(id, params))

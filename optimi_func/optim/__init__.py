@@ -15,23 +15,18 @@ tensor([0.8500, 0.8500])
 """
 
 import inspect
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from optimi_func import optimizers
+from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core.checks import bind_call
-from optimi_func.state.convert import Group
 
 __all__ = [*torch.optim.__all__]  # pyright: ignore[reportUnsupportedDunderAll]
 
-# Our names of arguments that torch calls otherwise.
-_NAMES = {
-    "Adafactor": {"d": "clip_threshold", "beta2_decay": "decay_rate"},
-    "Adam": {"decoupled_weight_decay": "decouple_wd"},
-    "NAdam": {"decoupled_weight_decay": "decouple_wd"},
-    "RAdam": {"decoupled_weight_decay": "decouple_wd"},
-}
 # What makes the steps torch's, where the defaults do not.
 _FORMS = {
     "Adafactor": {"torch_form": True},
@@ -40,33 +35,48 @@ _FORMS = {
 }
 
 
-def _with_torchs_arguments(name: str) -> object:
-    """Return a subclass of our class with the constructor of torch's."""
-    ours, theirs = getattr(optimizers, name), getattr(torch.optim, name)
-    names, form = _NAMES.get(name, {}), _FORMS.get(name, {})
+def _with_torchs_names(name: str) -> Any:
+    """Return a subclass of ours with the arguments and groups of torch's."""
+    theirs, ours = getattr(torch.optim, name), getattr(optimizers, name)
+    # AdamW is an Adam whose decay is decoupled.
+    base = globals().get(theirs.__base__.__name__, ours)
+    form, factory = _FORMS.get(name, {}), base.factory
+    names = factory.counterparts.torch_names
+    keys = {own: key for key, own in names.items()}
+    keywords = tuple([keys.get(x, x) for x in inspect.signature(factory).parameters])
     parameters = dict(inspect.signature(theirs).parameters)
+    fixed = {key: True for key in names if key not in parameters}
     for key, own in inspect.signature(ours).parameters.items():
-        if key not in {*parameters, *names.values()}:
+        if key not in {*parameters, *keys}:
             default = form.get(key, own.default)
             parameters[key] = own.replace(kind=own.KEYWORD_ONLY, default=default)
     signature = inspect.Signature([*parameters.values()], return_annotation=None)
 
     def __init__(self: Any, *args: object, **kwargs: object) -> None:
-        arguments = bind_call(name, signature, args, kwargs)
-        ours.__init__(self, **{names.get(key, key): x for key, x in arguments.items()})
-
-    def add_param_group(self: Any, param_group: Group) -> None:
-        for key in names.keys() & {*param_group}:
-            param_group[names[key]] = param_group.pop(key)
-        ours.add_param_group(self, param_group)
+        (_, params), *options = bind_call(name, signature, args, kwargs).items()
+        BaseOptimizer.__init__(self, params, dict(options) | fixed)
 
     self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     __init__.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess]
         parameters=[self, *parameters.values()]
     )
+    own = {"keywords": keywords, "_our_names": names, "_fixed": fixed}
+    own["_declared"] = parameters
     doc = f"`{name}` with the arguments of torch.optim.{name}, and by name our others."
-    own = {"__init__": __init__, "add_param_group": add_param_group, "__doc__": doc}
-    return type(name, (ours,), {**own, "__module__": __name__})
+    own |= {"__init__": __init__, "__doc__": doc, "__module__": __name__}
+    cls: Any = type(name, (base,), own)
+    cls._parameters = parameters
+    return cls
+
+
+def _with_our_classes(module: ModuleType) -> ModuleType:
+    """Return a module of torch.optim's, or one like it that has classes of ours."""
+    own = {k: x for k, x in globals().items() if k in __all__ and hasattr(module, k)}
+    if not own:
+        return module
+    ours = ModuleType(module.__name__)
+    ours.__dict__.update(vars(module) | own)
+    return ours
 
 
 if TYPE_CHECKING:
@@ -91,9 +101,18 @@ if TYPE_CHECKING:
 else:
     for _name in __all__:
         if hasattr(optimizers, _name):
-            globals()[_name] = _with_torchs_arguments(_name)
-    del _name
+            globals()[_name] = _with_torchs_names(_name)
+    optimizers.AdamW.register(AdamW)
+    # `from optimi_func.optim.lr_scheduler import StepLR` finds its module here.
+    for _name in [x for x in sys.modules if x.startswith("torch.optim.")]:
+        _module = _with_our_classes(sys.modules[_name])
+        sys.modules[_name.replace("torch.optim", __name__, 1)] = _module
+    del _name, _module
 
     def __getattr__(name: str) -> Any:
         """Return what torch.optim has besides."""
         return getattr(torch.optim, name)
+
+    def __dir__() -> list[str]:
+        """Return the names of torch.optim and of this module."""
+        return [*{*globals(), *dir(torch.optim)}]

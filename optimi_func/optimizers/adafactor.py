@@ -20,20 +20,18 @@ __all__ = ["Adafactor", "adafactor", "adafactor_init", "adafactor_step"]
 
 
 def torchs_options(group: Group) -> Group:
-    """Return a group's options as torch.optim.Adafactor's; raise if it lacks one."""
+    """Raise if torch.optim.Adafactor lacks an option of a group."""
     for name, only in (("torch_form", True), ("flatten", False), ("beta1", None)):
         if group[name] is not only:
             why = f"cannot go on with {name}={group[name]!r}"
             raise ValueError(f"torch.optim.Adafactor {why}")
-    return {"beta2_decay": group["decay_rate"], "d": group["clip_threshold"]}
+    return {}
 
 
 def our_options(group: Group) -> Group:
     """Return what a group of torch.optim.Adafactor is here."""
-    if "beta2_decay" not in group:
-        return {}
-    options = {"decay_rate": group["beta2_decay"], "clip_threshold": group["d"]}
-    return {**options, "torch_form": True, "flatten": False, "beta1": None}
+    options = {"torch_form": True, "flatten": False, "beta1": None}
+    return options if "beta2_decay" in group and "torch_form" not in group else {}
 
 
 class Epsilons(Floats[tuple[Scalar, Scalar], tuple[Number | None, Number]]):
@@ -70,8 +68,8 @@ class Adafactor(Body, name="adafactor"):
 
     Args:
         eps: eps1, added to squared gradients, and eps2, the least RMS(p).
-        clip_threshold: The largest RMS of a direction U.
-        decay_rate: Exponent of t, in [-1, 0).
+        clip_threshold: The largest RMS of a direction U; inf for none.
+        decay_rate: Exponent of t, at most 0, as -0.8.
         beta1: Share kept of a mean of directions, in [0, 1), which then replaces U and
             takes 4 bytes a parameter. None: none.
         weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
@@ -108,8 +106,8 @@ class Adafactor(Body, name="adafactor"):
         argument=tuple[float | None, float],
         value=tuple[Number | None, Number],
     )
-    clip_threshold: Float = Float(1.0, "clipping threshold", above=0.0)
-    decay_rate: Float = Float(-0.8, "decay rate", least=-1.0, below=0.0)
+    clip_threshold: Float = Float(1.0, "clipping threshold", above=0.0, most=math.inf)
+    decay_rate: Float = Float(-0.8, "decay rate", least=-math.inf, most=0.0)
     beta1: FloatOrNone = FloatOrNone(
         None, "beta1 parameter", type(None), argument=float | None, below=1.0
     )
@@ -130,6 +128,7 @@ class Adafactor(Body, name="adafactor"):
 
     counterparts = Counterparts(
         in_torch=torch.optim.Adafactor,
+        torch_names={"d": "clip_threshold", "beta2_decay": "decay_rate"},
         torch_options=torchs_options,
         our_options=our_options,
         unused=State._fields,

@@ -17,7 +17,7 @@ from optimi_func.rules import (
     functions,
     root,
 )
-from optimi_func.state.convert import Counterparts
+from optimi_func.state.convert import DECAY, Counterparts
 
 __all__ = [
     "Adam",
@@ -126,7 +126,9 @@ class Adam(WithLargest, name="adam"):
     decouple_wd: bool = False
 
     counterparts = Counterparts(
-        in_torch=torch.optim.Adam, bitsandbytes=Moments.Plain._fields
+        in_torch=torch.optim.Adam,
+        torch_names=DECAY,
+        bitsandbytes=Moments.Plain._fields,
     )
 
     def usual_decay(self):

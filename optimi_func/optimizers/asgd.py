@@ -1,5 +1,6 @@
 """ASGD (Polyak & Juditsky 1992)."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -46,7 +47,7 @@ class ASGD(Coupled, name="asgd"):
     lr: Float = Float(1e-2)
     lambd: Float = Float(1e-4)
     alpha: Float = Float(0.75)
-    t0: Float = Float(1e6)
+    t0: Float = Float(1e6, least=-math.inf, most=math.inf)
     weight_decay: Float = Float(0.0)
 
     counterparts = Counterparts(in_torch=torch.optim.ASGD)

@@ -8,7 +8,7 @@ from torch import Tensor
 from optimi_func.core.rule import Scalar
 from optimi_func.optimizers.adam import Moments
 from optimi_func.rules import functions, where
-from optimi_func.state.convert import Counterparts
+from optimi_func.state.convert import DECAY, Counterparts
 
 __all__ = ["RAdam", "radam", "radam_init", "radam_step"]
 
@@ -72,7 +72,7 @@ class RAdam(Rectified, name="radam"):
     _: KW_ONLY
     torch_form: bool = False
 
-    counterparts = Counterparts(in_torch=torch.optim.RAdam)
+    counterparts = Counterparts(in_torch=torch.optim.RAdam, torch_names=DECAY)
 
     def usual_decay(self):
         return "decoupled" if self.decouple_wd else "l2"

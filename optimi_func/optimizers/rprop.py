@@ -1,5 +1,6 @@
 """Rprop (Riedmiller & Braun 1993)."""
 
+import math
 from dataclasses import KW_ONLY
 from typing import NamedTuple, TypeAlias
 
@@ -57,7 +58,7 @@ class Rprop(Body, name="rprop"):
 
     lr: Float = Float(1e-2)
     etas: Pair = Floats(0.5, 1.2)
-    step_sizes: Pair = Floats(1e-6, 50.0)
+    step_sizes: Pair = Floats(1e-6, 50.0, most=math.inf)
     _: KW_ONLY
     weight_decay: Float = Float(0.0)
 

@@ -1,5 +1,6 @@
 """SGD, with momentum and Nesterov."""
 
+import math
 from dataclasses import KW_ONLY
 from typing import NamedTuple
 
@@ -51,7 +52,9 @@ class SGD(Body, name="sgd"):
     lr: Float = Float(1e-3)
     momentum: Float = Float(0.0, "momentum", below=1.0)
     weight_decay: Float = Float(0.0)
-    dampening: Float = Float(False, "dampening", bool, argument=bool | float)
+    dampening: Float = Float(
+        False, "dampening", bool, argument=bool | float, least=-math.inf
+    )
     decouple_wd: bool = False
     _: KW_ONLY
     torch_init: bool = False

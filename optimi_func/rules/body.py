@@ -33,6 +33,7 @@ from optimi_func.classes.forms import (
     check_calls,
     step_function,
 )
+from optimi_func.classes.groups import TORCHS
 from optimi_func.core.checks import bind_call, shown
 from optimi_func.core.rule import DecayKind, Named, PyTree, Rates, Rule, Scalar
 from optimi_func.core.storage import storage_of
@@ -410,7 +411,7 @@ def _own_fields(cls: type[Body]) -> dict[str, Field[object, object]]:
             option = cls._own.get(name)  # another default
             annotations[name] = float if option is None else option.argument
     cls.__annotations__ = annotations
-    reserved = {*dir(Body), *Body._parameters, "pure", "factory", "keywords"}
+    reserved = {*dir(Body), *Body._parameters, *TORCHS, "pure", "factory", "keywords"}
     reserved -= {*RATES, "usual_decay"}
     if cls._name:
         reserved = {*Body._parameters} - {*RATES}

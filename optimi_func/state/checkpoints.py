@@ -87,7 +87,11 @@ def _by_name(state_dict: Group, counterparts: Counterparts) -> dict[str, Entry]:
 class Checkpoints(Optimizer):
     """The methods of an optimizer that save, load and convert its state."""
 
-    keywords: ClassVar[tuple[str, ...]]  # the factory's, lr first
+    # The hyperparameters' keys in param groups, lr first, and the factory's names of those
+    # that are others, as of optimi_func.optim.
+    keywords: ClassVar[tuple[str, ...]]
+    _our_names: ClassVar[Mapping[str, str]] = {}
+    _fixed: ClassVar[Group] = {}  # what the constructor sets, and no state changes
     bound_of: Callable[[Group], FunctionalOptimizer]
     group_of: Callable[[Tensor], Group]
     _factory_of: Callable[
@@ -212,7 +216,8 @@ class Checkpoints(Optimizer):
 
     def _find(self, state_dict: StateDict, strict: bool, match: str) -> Match:
         """Find the saved options of each group and the saved entry of each parameter."""
-        arguments = state_dict, self.param_groups, strict, match, self.keywords
+        keywords = *self.keywords, *self._our_names.values()
+        arguments = state_dict, self.param_groups, strict, match, keywords
         return convert.find_entries(*arguments, counterparts_of(self))
 
     def describe(self) -> str:
@@ -350,12 +355,14 @@ class Checkpoints(Optimizer):
         """Return the groups and entries that a saved state becomes, checked and copied."""
         groups: list[Group] = []
         made: dict[Tensor, Entry] = {}
+        keys = {ours: key for key, ours in self._our_names.items()}
         for mine, options, entries in zip(self.param_groups, match.groups, match.entries):
             first = sum(len(group["params"]) for group in groups)
             places = list(range(first, first + len(entries)))
-            schedules = {name: mine[name] for name in self.scheduled(mine)}
-            group = {**mine, **options, **schedules, "params": places}
-            check_options(mine, options)
+            fixed = self._fixed | {name: mine[name] for name in self.scheduled(mine)}
+            given = convert.renamed(options, keys)
+            group = {**mine, **given, **fixed, "params": places}
+            check_options(mine, given)
             bound = self.bound_of(group)
             convert.check_kind(options, bound.decay)
             if "decouple_wd" not in mine:

@@ -19,10 +19,13 @@ from optimi_func.pure.tree import LeafState, TreeState, running_tensors
 
 # Options about how the step runs. They are not loaded from a file.
 POLICY = (
-    *("storage", "kahan_sum", "state_dtype", "compile", "foreach", "triton"),
-    *("capturable", "gradient_release"),
+    *("storage", "kahan_sum", "state_dtype", "compile", "foreach", "triton", "fused"),
+    *("capturable", "gradient_release", "differentiable"),
 )
 _OUR_DECAYS = ("decouple_lr", "decouple_wd", "cautious_decay", "corrected_decay")
+
+# torch's name of that option in Adam, NAdam and RAdam, and ours.
+DECAY = {"decoupled_weight_decay": "decouple_wd"}
 
 # The training point y of a parameter, in the entry of an optimizer in eval mode.
 TRAIN_PARAM = "train_param"
@@ -61,6 +64,7 @@ class Counterparts:
     Attributes:
         in_torch: torch.optim's class, if it can go on from a state of ours.
         torch_counts_steps: True if that class keeps a step count for each parameter.
+        torch_names: Our names of torch's options, by torch's names.
         torch_options: Returns the options of one of our groups whose values torch changes.
         our_options: Returns the options of one of torch's groups whose values we change.
         optimi_names: Our names of optimi's fields, by optimi's names.
@@ -71,6 +75,7 @@ class Counterparts:
 
     in_torch: type[torch.optim.Optimizer] | None = None
     torch_counts_steps: bool = True
+    torch_names: Mapping[str, str] = field(default_factory=dict[str, str])
     torch_options: Callable[[Group], Group] = lambda group: {}
     our_options: Callable[[Group], Group] = lambda group: {}
     optimi_names: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -245,12 +250,18 @@ def _options(group: Group) -> dict[str, object]:
     return {k: v for k, v in group.items() if k not in left_out}
 
 
+def renamed(options: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return options under other names; those that `names` lacks keep theirs."""
+    return {names.get(name, name): x for name, x in options.items()}
+
+
 def under_our_names(state_dict: StateDict, counterparts: Counterparts) -> StateDict:
     """Convert groups and entries of other libraries to our names and values."""
     state = dict(state_dict["state"])
     groups: list[Group] = []
     for group in state_dict["param_groups"]:
         group = {**group, **counterparts.our_options(group)}
+        group = renamed(group, counterparts.torch_names)
         if "decoupled_weight_decay" in group or "decouple_lr" in group:
             # torch's name. Ours and optimi's groups without either always decouple decay.
             group.setdefault("decouple_wd", group.get("decoupled_weight_decay", True))
@@ -355,19 +366,20 @@ def as_torchs(
     cls = counterparts.in_torch
     if cls is None:
         raise ValueError(f"torch.optim has no {name} that could load this state")
-    takes = inspect.signature(cls).parameters
-    ours_alone = {*keywords, *POLICY} - {*takes, "max_lr"}
+    takes, names = inspect.signature(cls).parameters, counterparts.torch_names
+    theirs = {ours: key for key, ours in names.items()}
+    keywords = tuple([names.get(key, key) for key in keywords])
+    ours_alone = {*keywords, *POLICY} - {*takes, *theirs, "max_lr"}
     groups: list[Group] = []
     for group in state_dict["param_groups"]:
+        group = renamed(group, names)
         options = {k: v for k, v in group.items() if k not in ours_alone}
+        options = renamed(options, theirs)
         if options["max_lr"] is None:
             del options["max_lr"]  # some schedules add an option of the same name
         lost = [f"a schedule for {k}" for k in keywords if k not in group]
         lost += ["cautious=True"] if group.get("cautious") else []
-        kinds = [k for k in _OUR_DECAYS if k in keywords and group[k]]
-        if "decoupled_weight_decay" in takes:
-            options["decoupled_weight_decay"] = "decouple_wd" in kinds
-            kinds = [k for k in kinds if k != "decouple_wd"]
+        kinds = [k for k in _OUR_DECAYS if k in keywords and k not in theirs and group[k]]
         if kinds and (decay := group.get("weight_decay", 0)) != 0:
             lost.append(f"{kinds[0]}=True and weight_decay={decay}")
         if lost:

@@ -22,6 +22,7 @@ from optimi_func.classes.extras import check_runs, found_extras
 from optimi_func.classes.fields import Closure, Fields, Float, Params
 from optimi_func.classes.groups import (
     check_modes,
+    check_numbers,
     check_skip,
     executor_of,
     likely_mistakes,
@@ -210,6 +211,9 @@ class BaseOptimizer(Fields, Steps):
         except Exception:
             del self.param_groups[count:]
             raise
+
+    def _check_numbers(self, group: Group) -> None:
+        check_numbers(group, number_defaults(self._factory_of(group)[0]))
 
     def _warn_of_mistakes(self, first: int) -> None:
         """Warn once of options in `param_groups[first:]` that are probably a mistake."""

@@ -93,6 +93,7 @@ class Checkpoints(Optimizer):
     _factory_of: Callable[
         [Group], tuple[Callable[..., FunctionalOptimizer], tuple[str, ...]]
     ]
+    _check_numbers: Callable[[Group], None]
     init_state: Callable[[], None]
     refuse_transforms: Callable[[str], None]
     _join_loaded: Callable[[], None]  # completes what was loaded
@@ -329,6 +330,7 @@ class Checkpoints(Optimizer):
         for mine, group in zip(self.param_groups, packed["param_groups"]):
             saved: dict[str, Entry] = {}
             for state in states:
+                state = convert.with_names(state, self.param_groups)
                 saved |= _by_name(state, counterparts_of(self._factory_of(mine)[0]))
             names |= dict.fromkeys(saved)
             theirs, bound = convert.same_names(ours, list(saved)), self.bound_of(mine)
@@ -356,6 +358,7 @@ class Checkpoints(Optimizer):
             schedules = {name: mine[name] for name in self.scheduled(mine)}
             group = {**mine, **options, **schedules, "params": places}
             check_options(mine, options)
+            self._check_numbers(group)
             bound = self.bound_of(group)
             convert.check_kind(options, bound.decay)
             if "decouple_wd" not in mine:

@@ -88,6 +88,44 @@ class Match(NamedTuple):
     report: LoadReport
 
 
+def with_names(state_dict: StateDict, groups: list[Group]) -> StateDict:
+    """Return a state of torch.distributed.checkpoint with the names of its entries.
+
+    It has names as "params", in the order of our `groups`. Its "param_names" and options
+    are those of one of the saved groups that our group's parameters come from.
+    """
+    saved: list[Group] = state_dict["param_groups"]
+    keys = [key for group in saved for key in group["params"]]
+    if not keys or not all(isinstance(key, str) for key in keys):
+        return state_dict
+    ours = [name for group in groups for name in group.get("param_names", ())]
+    # Else the optimizer was made with names that are not the model's.
+    known = not ours or bool(same_names(ours, keys))
+    made: list[Group] = []
+    for i, group in enumerate(saved):
+        names: list[str] = list(group["params"])
+        if names and len(group) == 1:
+            # torch gives the options of a group that was divided to one of its parts.
+            whole = [x for x in saved if same_names(names[:1], x.get("param_names", []))]
+            if not whole:
+                raise ValueError(
+                    f"the state has no hyperparameters for param_groups[{i}], with {names}:"
+                    " a state dict with flatten_optimizer_state_dict=True has them"
+                )
+            group = {**whole[0], "params": names}
+        if 0 < len(same_names(names, group.get("param_names", []))) < len(names):
+            values = {k: group.get(k) for k in ("lr", "weight_decay")}
+            warn_user(
+                f"param_groups[{i}] joins several groups of the state, and takes, as in "
+                f"torch, the hyperparameters of one: {values}"
+            )
+        left_out = () if known else ("param_names",)
+        made.append({k: x for k, x in group.items() if k not in left_out})
+        if known and ("param_names" in group or ours):
+            made[i]["param_names"] = names
+    return {**state_dict, "param_groups": made}
+
+
 def find_entries(
     state_dict: StateDict,
     groups: list[Group],
@@ -109,7 +147,7 @@ def find_entries(
             f"state_dict holds {sorted(map(str, state_dict))}: an optimizer's holds "
             "'state' and 'param_groups', each of which lists its 'params'"
         )
-    state_dict = under_our_names(state_dict, counterparts)
+    state_dict = under_our_names(with_names(state_dict, groups), counterparts)
     saved, state = state_dict["param_groups"], state_dict["state"]
     known = {i for group in saved for i in group["params"]}
     others = {k: v for k, v in state.items() if k not in known}
@@ -408,10 +446,11 @@ def checked(rule: Rule, root: str, name: object, p: Tensor, saved: Entry) -> Ent
     storage.check_entry(rule, root, path, p, every, any_device=True)
     for key, x in every.items():
         number = x.is_floating_point() or (x.is_complex() and p.is_complex())
-        if x.is_meta or (key == TRAIN_PARAM and not number):
+        odd = x.is_meta or x.layout != torch.strided
+        if odd or (key == TRAIN_PARAM and not number):
             raise ValueError(
-                f"{root}{path}[{key!r}] has dtype {x.dtype} on {x.device}, allowed are "
-                "floating dtypes and memory"
+                f"{root}{path}[{key!r}] is {x.layout} of {x.dtype} on {x.device}, allowed "
+                "are floating dtypes, torch.strided and memory"
             )
     expected = {*names, _TURNED_OFF.get(rule.state._fields)}
     if rule.state._fields and not storage.missing_fields(rule, entry):

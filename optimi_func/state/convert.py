@@ -20,8 +20,9 @@ from optimi_func.pure.tree import LeafState, TreeState, running_tensors
 # Options about how the step runs. They are not loaded from a file.
 POLICY = (
     *("storage", "kahan_sum", "state_dtype", "compile", "foreach", "triton"),
-    *("capturable", "gradient_release"),
+    *("capturable", "gradient_release", "fused", "differentiable"),
 )
+DECAY = "decoupled_weight_decay"  # torch's name of decouple_wd
 _OUR_DECAYS = ("decouple_lr", "decouple_wd", "cautious_decay", "corrected_decay")
 
 # The training point y of a parameter, in the entry of an optimizer in eval mode.
@@ -91,16 +92,15 @@ class Match(NamedTuple):
 def with_names(state_dict: StateDict, groups: list[Group]) -> StateDict:
     """Return a state of torch.distributed.checkpoint with the names of its entries.
 
-    It has names as "params", in the order of our `groups`. Its "param_names" and options
-    are those of one of the saved groups that our group's parameters come from.
+    They are its "params", in the order of our `groups`. Its "param_names" and options are
+    those of one of the saved groups that a group's parameters come from.
     """
     saved: list[Group] = state_dict["param_groups"]
     keys = [key for group in saved for key in group["params"]]
     if not keys or not all(isinstance(key, str) for key in keys):
         return state_dict
     ours = [name for group in groups for name in group.get("param_names", ())]
-    # Else the optimizer was made with names that are not the model's.
-    known = not ours or bool(same_names(ours, keys))
+    known = same_names(ours, keys)  # none if we have other names than the model
     made: list[Group] = []
     for i, group in enumerate(saved):
         names: list[str] = list(group["params"])
@@ -109,20 +109,18 @@ def with_names(state_dict: StateDict, groups: list[Group]) -> StateDict:
             whole = [x for x in saved if same_names(names[:1], x.get("param_names", []))]
             if not whole:
                 raise ValueError(
-                    f"the state has no hyperparameters for param_groups[{i}], with {names}:"
-                    " a state dict with flatten_optimizer_state_dict=True has them"
+                    f"the state has no hyperparameters for {names}: it has if it is made "
+                    "with flatten_optimizer_state_dict=True"
                 )
             group = {**whole[0], "params": names}
         if 0 < len(same_names(names, group.get("param_names", []))) < len(names):
-            values = {k: group.get(k) for k in ("lr", "weight_decay")}
             warn_user(
-                f"param_groups[{i}] joins several groups of the state, and takes, as in "
-                f"torch, the hyperparameters of one: {values}"
+                f"param_groups[{i}] joins groups of the state and takes, as in torch, the "
+                f"hyperparameters of one, as lr={group.get('lr')}"
             )
-        left_out = () if known else ("param_names",)
-        made.append({k: x for k, x in group.items() if k not in left_out})
-        if known and ("param_names" in group or ours):
-            made[i]["param_names"] = names
+        made.append({**group, "param_names": names})
+        if not known:
+            del made[i]["param_names"]
     return {**state_dict, "param_groups": made}
 
 
@@ -289,9 +287,10 @@ def under_our_names(state_dict: StateDict, counterparts: Counterparts) -> StateD
     groups: list[Group] = []
     for group in state_dict["param_groups"]:
         group = {**group, **counterparts.our_options(group)}
-        if "decoupled_weight_decay" in group or "decouple_lr" in group:
-            # torch's name. Ours and optimi's groups without either always decouple decay.
-            group.setdefault("decouple_wd", group.get("decoupled_weight_decay", True))
+        group = {k: x for k, x in group.items() if not isinstance(x, dict) or x}
+        if DECAY in group or "decouple_lr" in group:
+            # Ours and optimi's groups without either name always decouple decay.
+            group.setdefault("decouple_wd", group.pop(DECAY, True))
         for i in group["params"]:
             if not isinstance(state.get(i), dict):
                 continue
@@ -398,7 +397,7 @@ def as_torchs(
     groups: list[Group] = []
     for group in state_dict["param_groups"]:
         options = {k: v for k, v in group.items() if k not in ours_alone}
-        if options["max_lr"] is None:
+        if not options["max_lr"]:
             del options["max_lr"]  # some schedules add an option of the same name
         lost = [f"a schedule for {k}" for k in keywords if k not in group]
         lost += ["cautious=True"] if group.get("cautious") else []

@@ -18,7 +18,9 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as sd
 from torch import Tensor, nn
 
+import optimi_func
 from optimi_func import AdamW, MuonAdamW, Prodigy
+from optimi_func.classes.base import BaseOptimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 WHOLE = ("tok", "wq", "wk", "wv", "out")
@@ -233,7 +235,7 @@ def test_hyperparameters_of_joined_groups_are_named() -> None:
     old, new = (runs_of([WHOLE], muon(first)) for first in (("wq",), ()))
     train(old, range(2))
     for form, rate in (("nested", 0.05), ("flat", 0.1)):
-        with pytest.warns(UserWarning, match=rf"param_groups\[0\] joins .*'lr': {rate},"):
+        with pytest.warns(UserWarning, match=rf"param_groups\[0\] joins .*lr={rate}$"):
             carry(old, new, form, None)
         assert new[0][1].param_groups[0]["lr"] == rate
 
@@ -262,9 +264,65 @@ def test_a_state_of_torchs_function_loads_by_its_names(form: str) -> None:
         assert torch.equal(optimizer.state[p]["exp_avg"], saved["state"][name]["exp_avg"])
 
 
+# From torch.optim and back, with the planners that torch.distributed.checkpoint has
+
+IN_TORCH = ("ASGD", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam")
+IN_TORCH += ("RMSprop", "Rprop")
+
+
+def usual(cls: Any) -> Make:
+    own = {"compile": False} if issubclass(cls, BaseOptimizer) else {}
+    return lambda model: cls(model.named_parameters(), lr=0.05, **own)
+
+
+@IN_FILE
+@FORM
+@pytest.mark.parametrize("back", [False, True], ids=["from torch", "to torch"])
+@pytest.mark.parametrize("name", IN_TORCH)
+def test_torchs_class_and_ours(name, back, form, in_file, tmp_path) -> None:
+    if (form, back, in_file) == ("flat", False, False):
+        return  # torch asks a flat state that is no file for every option of ours
+    theirs, ours = getattr(torch.optim, name), getattr(optimi_func, name)
+    old, new = (usual(cls) for cls in ((ours, theirs) if back else (theirs, ours)))
+    folder = tmp_path / "saved" if in_file else None
+    change = CHANGES["another order"]
+    error = error_of(change, lambda first: old, lambda first: new, form, folder)
+    assert error < 1e-7
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["from torch", "to torch"])
+@pytest.mark.parametrize("form", FORMS)
+def test_torch_is_not_given_what_it_cannot_do(form: str, back: bool, tmp_path) -> None:
+    """Nor is an option of ours left at its value where a file has none."""
+    cautious = lambda model: AdamW(  # noqa: E731
+        model.named_parameters(), lr=0.05, cautious=True, compile=False
+    )
+    for other in (torch.optim.AdamW, AdamW):
+        makes = [usual(other), cautious][:: -1 if back else 1]
+        old, new = (runs_of([WHOLE], make) for make in makes)
+        train(old, range(2))
+        with pytest.raises(dcp.CheckpointException, match="Missing key"):
+            carry(old, new, form, tmp_path / other.__module__)
+
+
+def test_options_of_ours_in_a_state_dict() -> None:
+    w = torch.ones(3, requires_grad=True)
+    names = {*torch.optim.AdamW([w]).state_dict()["param_groups"][0]}
+    optimizer = AdamW([w], lr=0.1, state_dtype="float64", compile=False)
+    (saved,) = optimizer.state_dict()["param_groups"]
+    assert {k for k, x in saved.items() if x != {}} == names
+    assert {*saved} - names == {*optimizer.param_groups[0]} - names
+    other = AdamW([w], lr=0.3, cautious=True, compile=False)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["cautious"] and other.param_groups[0]["lr"] == 0.1
+    assert {*other.param_groups[0]} == {*optimizer.param_groups[0]}
+    optimizer.load_state_dict(other.state_dict())
+    assert optimizer.param_groups[0]["cautious"] is True
+
+
 # Nothing is loaded if a number is none
 
-CONTAINERS: list[Any] = [{}, [], (), [[0.1]], (0.1,), {"a": 0.1}, {0.1}]
+CONTAINERS: list[Any] = [[], (), [[0.1]], (0.1,), {"a": 0.1}, {0.1}]
 CONTAINERS += [torch.tensor([0.1]).to_sparse(), "0.1"]
 
 

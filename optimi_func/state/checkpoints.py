@@ -80,13 +80,13 @@ def _in_torchs_form(optimizer: Any, group: Group) -> Group:
     cls, usual = counterparts_of(optimizer).in_torch, optimizer._parameters
     if cls is None:
         return {}
-    theirs = {*inspect.signature(cls).parameters}
-    theirs |= {convert.DECAY} if issubclass(cls, torch.optim.Adam) else set()
+    # Of its bases too, because one sets an option of its base that it does not take.
+    theirs = {k for base in cls.__mro__[:-2] for k in inspect.signature(base).parameters}
     added = {convert.DECAY: group.get("decouple_wd", True), **_THEIRS}
     ours = {k for k in usual if k in group and k not in theirs}
     left_out = {k for k in ours if k in convert.POLICY or group[k] == usual[k].default}
     left_out |= ours & {"decouple_wd"} if convert.DECAY in theirs else set()
-    # Adafactor has other names, and schedulers add max_lr to torch's groups too.
+    # Not if torch has other names for ours. Schedulers add max_lr to torch's groups too.
     if not (theirs <= {*group, *added} and ours <= left_out | {"max_lr"}):
         return {}
     empty: Group = {k: {} for k in left_out}

@@ -90,7 +90,7 @@ def _in_torchs_form(optimizer: Any, group: Group) -> Group:
     if not (theirs <= {*group, *added} and ours <= left_out | {"max_lr"}):
         return {}
     empty: Group = {k: {} for k in left_out}
-    return empty | {k: added[k] for k in theirs - group.keys()}
+    return empty | {k: x for k, x in added.items() if k in theirs and k not in group}
 
 
 def _by_name(state_dict: Group, counterparts: Counterparts) -> dict[str, Entry]:

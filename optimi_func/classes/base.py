@@ -23,6 +23,7 @@ from optimi_func.classes.fields import Closure, Fields, Float, Params
 from optimi_func.classes.groups import (
     TORCHS,
     check_modes,
+    check_numbers,
     check_skip,
     executor_of,
     likely_mistakes,
@@ -203,10 +204,9 @@ class BaseOptimizer(Fields, Steps):
         unwrapped(super().add_param_group)(param_group)
         try:
             group = self.param_groups[count]
-            factory, keywords = self._factory_of(group)
+            keywords = self._factory_of(group)[1]
             group.update(plain_numbers({name: group[name] for name in keywords}))
-            keys = {ours: key for key, ours in self._our_names.items()}
-            normalize_group(group, renamed(number_defaults(factory), keys))
+            normalize_group(group, self._number_defaults(group))
             rule = self.rule_of(group)
             check_runs(group, rule)
             if "transforms" in group:
@@ -227,6 +227,13 @@ class BaseOptimizer(Fields, Steps):
         except Exception:
             del self.param_groups[count:]
             raise
+
+    def _number_defaults(self, group: Group) -> Group:
+        keys = {ours: key for key, ours in self._our_names.items()}
+        return renamed(number_defaults(self._factory_of(group)[0]), keys)
+
+    def _check_numbers(self, group: Group) -> None:
+        check_numbers(group, self._number_defaults(group))
 
     def _warn_of_mistakes(self, first: int) -> None:
         """Warn once of options in `param_groups[first:]` that are probably a mistake."""

@@ -115,22 +115,7 @@ def normalize_group(group: Group, defaults: Mapping[str, object]) -> None:
         if p.requires_grad:  # a frozen one may be in codes: its first gradient is checked
             checks.check_param(path_of(group, p), p)
     lr = group["lr"]
-    for name, default in defaults.items():
-        x = group[name]
-        # The pure optimizer checks how many betas there are.
-        many = isinstance(default, tuple) and isinstance(x, (tuple, list))
-        numbers = x if many else (x,)
-        if _NUMBERS.issuperset(map(type, numbers)):
-            continue
-        scheduled = name not in UNSCHEDULED and any(map(callable, numbers))
-        fit = scheduled or all([isinstance(n, Real | Tensor | None) for n in numbers])
-        fit = fit and (x is not None or default is None)
-        many = any([isinstance(n, Tensor) and n.numel() != 1 for n in numbers])
-        if many or not fit or (name == "lr" and isinstance(x, bool)):
-            what = f"Tensor {name} must be 1-element" if many else f"Invalid {name}"
-            raise (ValueError if many else TypeError)(
-                f"{what}: {name}={x!r}: allowed are numbers and tensors of one element"
-            )
+    check_numbers(group, defaults)
     if (group["decouple_lr"] or group["corrected_decay"]) and group["max_lr"] is None:
         # Set now, because a schedule will lower lr.
         group["max_lr"] = float(lr) or None
@@ -140,6 +125,27 @@ def normalize_group(group: Group, defaults: Mapping[str, object]) -> None:
     if isinstance(storage := group["storage"], Storage):
         group["storage"] = storage._replace(moments=_as_dtype(storage.moments))
     group_storage(group)
+
+
+def check_numbers(group: Group, defaults: Mapping[str, object]) -> None:
+    """Raise unless the hyperparameters are numbers, or tuples where `defaults` are."""
+    for name, default in defaults.items():
+        x = group[name]
+        # The pure optimizer checks how many betas there are.
+        many = isinstance(default, tuple) and isinstance(x, (tuple, list))
+        numbers = tuple(map(checks.plain, x if many else (x,)))
+        if _NUMBERS.issuperset(map(type, numbers)):
+            continue
+        scheduled = name not in UNSCHEDULED and any(map(callable, numbers))
+        fit = scheduled or all([isinstance(n, Real | Tensor | None) for n in numbers])
+        fit = fit and (x is not None or default is None)
+        tensors = [n for n in numbers if isinstance(n, Tensor)]
+        many = any([n.numel() != 1 or n.layout != torch.strided for n in tensors])
+        if many or not fit or (name == "lr" and isinstance(x, bool)):
+            what = f"Tensor {name} must be 1-element" if many else f"Invalid {name}"
+            raise (ValueError if many else TypeError)(
+                f"{what}: {name}={x!r}: allowed are numbers and tensors of one element"
+            )
 
 
 def _as_dtype(x: object) -> object:

@@ -276,7 +276,8 @@ def as_counts(
         x = entry.get(name)
         if not isinstance(x, Tensor):
             continue
-        if x.is_complex() or x.dtype == torch.bool or x.shape not in ((), (1,)):
+        odd = x.is_complex() or x.dtype == torch.bool or x.layout != torch.strided
+        if odd or x.shape not in ((), (1,)):
             raise ValueError(
                 f"{root}{path}[{name!r}] is {checks.shown(x)}: allowed is a real tensor of "
                 "one element"

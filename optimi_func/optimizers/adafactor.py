@@ -22,7 +22,7 @@ __all__ = ["Adafactor", "adafactor", "adafactor_init", "adafactor_step"]
 def torchs_options(group: Group) -> Group:
     """Raise if torch.optim.Adafactor lacks an option of a group."""
     for name, only in (("torch_form", True), ("flatten", False), ("beta1", None)):
-        if group[name] is not only:
+        if group[name] is not only and group[name] != {}:  # optim.Adafactor's default
             why = f"cannot go on with {name}={group[name]!r}"
             raise ValueError(f"torch.optim.Adafactor {why}")
     return {}
@@ -31,7 +31,7 @@ def torchs_options(group: Group) -> Group:
 def our_options(group: Group) -> Group:
     """Return what a group of torch.optim.Adafactor is here."""
     options = {"torch_form": True, "flatten": False, "beta1": None}
-    return options if "beta2_decay" in group and "torch_form" not in group else {}
+    return options if "beta2_decay" in group and group.get("torch_form", {}) == {} else {}
 
 
 class Epsilons(Floats[tuple[Scalar, Scalar], tuple[Number | None, Number]]):

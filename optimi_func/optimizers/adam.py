@@ -17,7 +17,7 @@ from optimi_func.rules import (
     functions,
     root,
 )
-from optimi_func.state.convert import DECAY, Counterparts
+from optimi_func.state.convert import DECAYS, Counterparts
 
 __all__ = [
     "Adam",
@@ -127,7 +127,7 @@ class Adam(WithLargest, name="adam"):
 
     counterparts = Counterparts(
         in_torch=torch.optim.Adam,
-        torch_names=DECAY,
+        torch_names=DECAYS,
         bitsandbytes=Moments.Plain._fields,
     )
 

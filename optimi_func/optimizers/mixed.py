@@ -173,6 +173,8 @@ class Mixed(Evaluated):
         if state_dict and set(state_dict) <= {*rules}:
             parts = dict(state_dict)
         else:
+            if "param_groups" in state_dict:
+                state_dict = convert.with_names(state_dict, self.param_groups)
             if not all("rule" in group for group in state_dict.get("param_groups", ())):
                 raise ValueError(
                     "state_dict is no Mixed optimizer's: allowed are one, and a dict with "

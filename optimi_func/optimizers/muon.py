@@ -122,7 +122,7 @@ def torchs_options(group: Group) -> Group:
     refused = {
         "ns_coefficients": len(set(table)) > 1,
         "adjust_lr_fn": group["adjust_lr_fn"] == "rms_to_rms",
-        "split": group["split"] is not None,
+        "split": bool(group["split"]),
         "maximize": group["maximize"],
     }
     for name, unknown in refused.items():

@@ -8,7 +8,7 @@ from torch import Tensor
 from optimi_func.core.rule import Scalar
 from optimi_func.optimizers._coupled import Coupled
 from optimi_func.rules import Betas, Float, Moment, SlowSecondMoment, functions, root
-from optimi_func.state.convert import DECAY, Counterparts
+from optimi_func.state.convert import DECAYS, Counterparts
 
 __all__ = ["NAdam", "nadam", "nadam_init", "nadam_step"]
 
@@ -48,7 +48,7 @@ class NAdam(Coupled, name="nadam"):
     weight_decay: Float = Float(0.0)
     momentum_decay: Float = Float(4e-3)
 
-    counterparts = Counterparts(in_torch=torch.optim.NAdam, torch_names=DECAY)
+    counterparts = Counterparts(in_torch=torch.optim.NAdam, torch_names=DECAYS)
     _positional = ("decouple_wd",)
 
     class State(NamedTuple):

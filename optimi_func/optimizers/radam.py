@@ -8,7 +8,7 @@ from torch import Tensor
 from optimi_func.core.rule import Scalar
 from optimi_func.optimizers.adam import Moments
 from optimi_func.rules import functions, where
-from optimi_func.state.convert import DECAY, Counterparts
+from optimi_func.state.convert import DECAYS, Counterparts, Group
 
 __all__ = ["RAdam", "radam", "radam_init", "radam_step"]
 
@@ -38,6 +38,12 @@ class Rectified(Moments):
         # One of the two scalars is 0, because a branch would need another graph.
         adapted = where(enough, r, 0.0) / (root + eps)
         return mhat * (adapted + where(enough, 0.0, 1.0))
+
+
+def _our_options(group: Group) -> Group:
+    """Return what is the default of optimi_func.optim.RAdam, whose groups leave it out."""
+    theirs = group.get("torch_form") == {} and "decouple_wd" not in group
+    return {"torch_form": True} if theirs else {}
 
 
 class RAdam(Rectified, name="radam"):
@@ -72,7 +78,9 @@ class RAdam(Rectified, name="radam"):
     _: KW_ONLY
     torch_form: bool = False
 
-    counterparts = Counterparts(in_torch=torch.optim.RAdam, torch_names=DECAY)
+    counterparts = Counterparts(
+        in_torch=torch.optim.RAdam, torch_names=DECAYS, our_options=_our_options
+    )
 
     def usual_decay(self):
         return "decoupled" if self.decouple_wd else "l2"

@@ -1,5 +1,6 @@
 """Saving and loading: state dicts, torch.optim's, and a pure optimizer's state."""
 
+import inspect
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -42,6 +43,7 @@ class Fitted(NamedTuple):
 
 # Taken while our hooks are registered, because torch iterates over the dict of all hooks.
 _hooking = threading.RLock()
+_THEIRS = {"differentiable": False, "fused": None}
 
 
 def counterparts_of(owner: object) -> Counterparts:
@@ -65,6 +67,30 @@ def _as_strings(optimizer: Any, packed: StateDict) -> None:
                 group[name] = str(group[name])
         for name in optimizer.scheduled(mine):
             del group[name]
+        group.update(_in_torchs_form(optimizer, group))
+
+
+def _in_torchs_form(optimizer: Any, group: Group) -> Group:
+    """Return {} for a group's options that torch's class lacks, and those that it has.
+
+    torch.distributed.checkpoint writes no {} to files, but asks for a key for each option
+    of a running optimizer. If an option of ours has another value than its default, files
+    lack a key for each class, and loading raises.
+    """
+    cls, usual = counterparts_of(optimizer).in_torch, optimizer._parameters
+    if cls is None:
+        return {}
+    # Of its bases too, because one sets an option of its base that it does not take.
+    theirs = {k for base in cls.__mro__[:-2] for k in inspect.signature(base).parameters}
+    added = {convert.DECAY: group.get("decouple_wd", True), **_THEIRS}
+    ours = {k for k in usual if k in group and k not in theirs}
+    left_out = {k for k in ours if k in convert.POLICY or group[k] == usual[k].default}
+    left_out |= ours & {"decouple_wd"} if convert.DECAY in theirs else set()
+    # Not if torch has other names for ours. Schedulers add max_lr to torch's groups too.
+    if not (theirs <= {*group, *added} and ours <= left_out | {"max_lr"}):
+        return {}
+    empty: Group = {k: {} for k in left_out}
+    return empty | {k: x for k, x in added.items() if k in theirs and k not in group}
 
 
 def _by_name(state_dict: Group, counterparts: Counterparts) -> dict[str, Entry]:
@@ -97,6 +123,7 @@ class Checkpoints(Optimizer):
     _factory_of: Callable[
         [Group], tuple[Callable[..., FunctionalOptimizer], tuple[str, ...]]
     ]
+    _check_numbers: Callable[[Group], None]
     init_state: Callable[[], None]
     refuse_transforms: Callable[[str], None]
     _join_loaded: Callable[[], None]  # completes what was loaded
@@ -334,6 +361,7 @@ class Checkpoints(Optimizer):
         for mine, group in zip(self.param_groups, packed["param_groups"]):
             saved: dict[str, Entry] = {}
             for state in states:
+                state = convert.with_names(state, self.param_groups)
                 saved |= _by_name(state, counterparts_of(self._factory_of(mine)[0]))
             names |= dict.fromkeys(saved)
             theirs, bound = convert.same_names(ours, list(saved)), self.bound_of(mine)
@@ -363,6 +391,7 @@ class Checkpoints(Optimizer):
             given = convert.renamed(options, keys)
             group = {**mine, **given, **fixed, "params": places}
             check_options(mine, given)
+            self._check_numbers(group)
             bound = self.bound_of(group)
             convert.check_kind(options, bound.decay)
             if "decouple_wd" not in mine:

@@ -19,13 +19,13 @@ from optimi_func.pure.tree import LeafState, TreeState, running_tensors
 
 # Options about how the step runs. They are not loaded from a file.
 POLICY = (
-    *("storage", "kahan_sum", "state_dtype", "compile", "foreach", "triton", "fused"),
-    *("capturable", "gradient_release", "differentiable"),
+    *("storage", "kahan_sum", "state_dtype", "compile", "foreach", "triton"),
+    *("capturable", "gradient_release", "fused", "differentiable"),
 )
+# torch's name of an option of Adam, NAdam and RAdam, and both names.
+DECAY = "decoupled_weight_decay"
+DECAYS = {DECAY: "decouple_wd"}
 _OUR_DECAYS = ("decouple_lr", "decouple_wd", "cautious_decay", "corrected_decay")
-
-# torch's name of that option in Adam, NAdam and RAdam, and ours.
-DECAY = {"decoupled_weight_decay": "decouple_wd"}
 
 # The training point y of a parameter, in the entry of an optimizer in eval mode.
 TRAIN_PARAM = "train_param"
@@ -93,6 +93,41 @@ class Match(NamedTuple):
     report: LoadReport
 
 
+def with_names(state_dict: StateDict, groups: list[Group]) -> StateDict:
+    """Return a state of torch.distributed.checkpoint with the names of its entries.
+
+    They are its "params", in the order of our `groups`. Its "param_names" and options are
+    those of one of the saved groups that a group's parameters come from.
+    """
+    saved: list[Group] = state_dict["param_groups"]
+    keys = [key for group in saved for key in group["params"]]
+    if not keys or not all(isinstance(key, str) for key in keys):
+        return state_dict
+    ours = [name for group in groups for name in group.get("param_names", ())]
+    known = same_names(ours, keys)  # none if we have other names than the model
+    made: list[Group] = []
+    for i, group in enumerate(saved):
+        names: list[str] = list(group["params"])
+        if names and len(group) == 1:
+            # torch gives the options of a group that was divided to one of its parts.
+            whole = [x for x in saved if same_names(names[:1], x.get("param_names", []))]
+            if not whole:
+                raise ValueError(
+                    f"the state has no hyperparameters for {names}: it has if it is made "
+                    "with flatten_optimizer_state_dict=True"
+                )
+            group = {**whole[0], "params": names}
+        if 0 < len(same_names(names, group.get("param_names", []))) < len(names):
+            warn_user(
+                f"param_groups[{i}] joins groups of the state and takes, as in torch, the "
+                f"hyperparameters of one, as lr={group.get('lr')}"
+            )
+        made.append({**group, "param_names": names})
+        if not known:
+            del made[i]["param_names"]
+    return {**state_dict, "param_groups": made}
+
+
 def find_entries(
     state_dict: StateDict,
     groups: list[Group],
@@ -114,7 +149,7 @@ def find_entries(
             f"state_dict holds {sorted(map(str, state_dict))}: an optimizer's holds "
             "'state' and 'param_groups', each of which lists its 'params'"
         )
-    state_dict = under_our_names(state_dict, counterparts)
+    state_dict = under_our_names(with_names(state_dict, groups), counterparts)
     saved, state = state_dict["param_groups"], state_dict["state"]
     known = {i for group in saved for i in group["params"]}
     others = {k: v for k, v in state.items() if k not in known}
@@ -261,10 +296,11 @@ def under_our_names(state_dict: StateDict, counterparts: Counterparts) -> StateD
     groups: list[Group] = []
     for group in state_dict["param_groups"]:
         group = {**group, **counterparts.our_options(group)}
+        group = {k: x for k, x in group.items() if not isinstance(x, dict) or x}
         group = renamed(group, counterparts.torch_names)
-        if "decoupled_weight_decay" in group or "decouple_lr" in group:
-            # torch's name. Ours and optimi's groups without either always decouple decay.
-            group.setdefault("decouple_wd", group.get("decoupled_weight_decay", True))
+        if DECAY in group or "decouple_lr" in group:
+            # Ours and optimi's groups without either name always decouple decay.
+            group.setdefault("decouple_wd", group.pop(DECAY, True))
         for i in group["params"]:
             if not isinstance(state.get(i), dict):
                 continue
@@ -375,7 +411,7 @@ def as_torchs(
         group = renamed(group, names)
         options = {k: v for k, v in group.items() if k not in ours_alone}
         options = renamed(options, theirs)
-        if options["max_lr"] is None:
+        if not options["max_lr"]:
             del options["max_lr"]  # some schedules add an option of the same name
         lost = [f"a schedule for {k}" for k in keywords if k not in group]
         lost += ["cautious=True"] if group.get("cautious") else []
@@ -420,10 +456,11 @@ def checked(rule: Rule, root: str, name: object, p: Tensor, saved: Entry) -> Ent
     storage.check_entry(rule, root, path, p, every, any_device=True)
     for key, x in every.items():
         number = x.is_floating_point() or (x.is_complex() and p.is_complex())
-        if x.is_meta or (key == TRAIN_PARAM and not number):
+        odd = x.is_meta or x.layout != torch.strided
+        if odd or (key == TRAIN_PARAM and not number):
             raise ValueError(
-                f"{root}{path}[{key!r}] has dtype {x.dtype} on {x.device}, allowed are "
-                "floating dtypes and memory"
+                f"{root}{path}[{key!r}] is {x.layout} of {x.dtype} on {x.device}, allowed "
+                "are floating dtypes, torch.strided and memory"
             )
     expected = {*names, _TURNED_OFF.get(rule.state._fields)}
     if rule.state._fields and not storage.missing_fields(rule, entry):

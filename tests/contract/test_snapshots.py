@@ -441,22 +441,25 @@ lr: 0.1
 betas: (0.9, 0.99)
 weight_decay: 0.01
 eps: 1e-06
-decouple_lr: False
-max_lr: None
-kahan_sum: None
+decouple_lr: {}
+max_lr: {}
+kahan_sum: {}
 foreach: None
-triton: None
-gradient_release: False
+triton: {}
+gradient_release: {}
 amsgrad: False
-compile: False
+compile: {}
 maximize: False
 capturable: False
-state_dtype: None
-storage: None
-cautious_decay: False
-corrected_decay: False
-cautious: False
+state_dtype: {}
+storage: {}
+cautious_decay: {}
+corrected_decay: {}
+cautious: {}
 params: [0]
+decoupled_weight_decay: True
+differentiable: False
+fused: None
 state[0].step: float32 ()
 state[0].exp_avg: bfloat16 (2, 3)
 state[0].exp_avg_sq: bfloat16 (2, 3)
@@ -473,24 +476,26 @@ lr: 0.1
 momentum: 0.9
 weight_decay: 0.0
 dampening: False
-decouple_wd: False
-decouple_lr: False
-max_lr: None
-torch_init: False
-kahan_sum: None
+decouple_wd: {}
+decouple_lr: {}
+max_lr: {}
+torch_init: {}
+kahan_sum: {}
 foreach: None
-triton: None
-gradient_release: False
+triton: {}
+gradient_release: {}
 nesterov: False
-compile: False
+compile: {}
 maximize: False
-capturable: False
-state_dtype: None
-storage: None
-cautious_decay: False
-corrected_decay: False
-cautious: False
+capturable: {}
+state_dtype: {}
+storage: {}
+cautious_decay: {}
+corrected_decay: {}
+cautious: {}
 params: [0]
+differentiable: False
+fused: None
 state[0].step: float32 ()
 state[0].momentum_buffer: float32 (2, 3)""",
         )

@@ -95,9 +95,13 @@ class Steps(Rewriting, Given):
         flat = [y for x in inputs[:-1] for y in (x if isinstance(x, tuple) else (x,))]
         plain, numbers = PLAIN.issuperset(map(type, flat)), inputs[:-1]
         if not plain:
-            numbers = [as_scalar(x, params, capturable) for x in numbers]
+            try:
+                numbers = [as_scalar(x, params, capturable) for x in numbers]
+            except RuntimeError:
+                self._check_numbers(group)
+                raise
         for name, x in () if plain else zip(keywords, numbers):
-            if name in UNSCHEDULED and callable(x):
+            if name in UNSCHEDULED and (callable(x) or isinstance(x, dict | tuple)):
                 raise TypeError(
                     f"a group has {name}={x!r}: allowed are numbers and tensors of one "
                     "element; for a schedule use torch.optim.lr_scheduler"

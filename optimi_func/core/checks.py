@@ -13,7 +13,7 @@ from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import wraps
 from itertools import pairwise
-from numbers import Real
+from numbers import Integral, Rational, Real
 from operator import itemgetter
 from typing import Any, NoReturn, ParamSpec, TypeAlias, TypeVar
 
@@ -118,14 +118,19 @@ def check_number(
     elif callable(value):
         return
     if type(value) is not float and (
-        isinstance(value, bool) or not isinstance(value, Real)
+        isinstance(value, bool)
+        or not isinstance(value, Real)
+        or (isinstance(value, Rational) and not isinstance(value, Integral))
     ):
         check_no_tree(name, value)
         raise TypeError(
             f"Invalid {label}: {name}={shown(value)}: allowed are numbers and real 0-d "
             "tensors, and in the pure API schedules"
         )
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     # Comparisons only: under Dynamo math.isfinite would recompile for each value.
     fits = number >= least if above is None else number > above
     fits = fits and number <= (sys.float_info.max if most is None else most)

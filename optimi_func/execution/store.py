@@ -55,10 +55,11 @@ _started = time.time()
 def folder() -> Path | None:
     """Return the folder of the store, or None if there is none."""
     if value := os.environ.get(VARIABLE):
-        return None if value == "0" else Path(value).expanduser().absolute()
+        return None if value == "0" else Path(os.path.expanduser(value)).absolute()
     home = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not home.is_absolute():  # to be ignored, says its specification
-        home = Path("~/.cache").expanduser()
+        # Not Path's, which raises where there is no home.
+        home = Path(os.path.expanduser("~/.cache"))
     return home / "optimi_func" if home.is_absolute() else None
 
 

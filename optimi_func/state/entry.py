@@ -169,7 +169,9 @@ def wants_state_alone(states: Mapping[Tensor, Entry], groups: list[Group]) -> bo
         return False  # another thread's step adds state
     for lr in [group["lr"] for group in groups]:
         # Reading a tensor on a device would synchronize.
-        if (isinstance(lr, Tensor) and lr.device.type != "cpu") or lr != 0:
+        if isinstance(lr, Tensor) and (lr.device.type != "cpu" or lr.numel() != 1):
+            return False
+        if lr != 0:
             return False
     params = [p for group in groups for p in group["params"] if p.grad is not None]
     if not all(map(has_memory, params)):

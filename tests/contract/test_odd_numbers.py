@@ -1,5 +1,6 @@
 """Numbers, counts and fields in forms that users give them, and what is refused first."""
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,30 @@ COUNTS = [
     *(torch.tensor(4, dtype=torch.int32), torch.tensor(4, dtype=torch.uint8)),
     *(torch.tensor(4.0, dtype=torch.bfloat16), torch.tensor(4.0, dtype=torch.float64)),
 ]
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "eps"])
+@pytest.mark.parametrize(
+    "value",
+    [10**400, Fraction(1, 10), torch.ones(2), torch.ones(0), {}, [0.1]],
+    ids=lambda x: f"{x!r:.20}",
+)
+def test_what_is_no_number_is_refused_by_name(name: str, value: Any) -> None:
+    w = torch.nn.Parameter(torch.ones(3))
+    w.grad = torch.ones(3)
+    optimizer = T.AdamW([w], lr=0.1, **EAGER)
+    for first in (True, False):
+        kept = w.detach().clone()
+        usual = optimizer.param_groups[0][name]
+        optimizer.param_groups[0][name] = value
+        with pytest.raises((ValueError, TypeError), match=f"{name}="):
+            optimizer.step()
+        assert torch.equal(w, kept) and (len(optimizer.state) == 0) is first
+        optimizer.param_groups[0][name] = usual
+        optimizer.step()
+    if not isinstance(value, (Tensor, dict, list)):
+        with pytest.raises((ValueError, TypeError), match=f"{name}="):
+            T.adamw(**{"lr": 0.1, name: value})
 
 
 @pytest.mark.parametrize("how", [EAGER, {"foreach": True}, {"capturable": True}], ids=str)

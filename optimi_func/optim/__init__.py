@@ -66,7 +66,16 @@ def _with_torchs_names(name: str) -> Any:
     own |= {"__init__": __init__, "__doc__": doc, "__module__": __name__}
     cls: Any = type(name, (base,), own)
     cls._parameters = parameters
+    if hasattr(theirs, "share_memory"):
+        type.__setattr__(cls, "share_memory", _share_memory)  # no part of the rule
     return cls
+
+
+def _share_memory(self: Any) -> None:
+    """Make the state, and move its sums to memory that processes share."""
+    self.init_state()
+    for entry in self.state.values():
+        entry["sum"].share_memory_()
 
 
 def _with_our_classes(module: ModuleType) -> ModuleType:

@@ -60,12 +60,6 @@ class Adagrad(Coupled, name="adagrad"):
         d = 1 / (1 + (t - 1) * self.lr_decay) * g / (root(v) + self.eps)
         return d, self.State(v)
 
-    def share_memory(self) -> None:
-        """Make the state, and move its sums to memory that processes share."""
-        self.init_state()
-        for entry in self.state.values():
-            entry["sum"].share_memory_()
-
 
 State = Adagrad.State  # found by torch.load(weights_only=True)
 adagrad, adagrad_init, adagrad_step = functions(Adagrad)

@@ -257,6 +257,7 @@ class BaseOptimizer(Fields, Steps):
 
         A first step with every lr and every gradient 0 only makes the state, as
         `init_state`, because torch.distributed.checkpoint takes such a step to make it.
+        Call `init_state` before if it is to be counted, as by a warmup that begins at 0.
 
         Args:
             closure: Reevaluates the model and returns the loss; run once, with grad.

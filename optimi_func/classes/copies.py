@@ -90,7 +90,8 @@ class Copies(Checkpoints):
             return self.numbers(type, divided)
         facts = self.numbers(type)
         for i, (group, params, _, _) in enumerate(works):
-            if len(params) < len(group["params"]):
+            # Those of divided groups are in `agree`'s message by name.
+            if id(group) not in divided and len(params) < len(group["params"]):
                 names = [str(path_of(group, p)) for p in params]
                 facts[f"parameters with gradients of param group {i}"] = names
         if not self._has_stepped:

@@ -80,8 +80,7 @@ def _in_torchs_form(optimizer: Any, group: Group) -> Group:
     cls, usual = counterparts_of(optimizer).in_torch, optimizer._parameters
     if cls is None:
         return {}
-    # Of its bases too, because one sets an option of its base that it does not take.
-    theirs = {k for base in cls.__mro__[:-2] for k in inspect.signature(base).parameters}
+    theirs = _options_of(cls)
     added = {convert.DECAY: group.get("decouple_wd", True), **_THEIRS}
     ours = {k for k in usual if k in group and k not in theirs}
     left_out = {k for k in ours if k in convert.POLICY or group[k] == usual[k].default}
@@ -91,6 +90,11 @@ def _in_torchs_form(optimizer: Any, group: Group) -> Group:
         return {}
     empty: Group = {k: {} for k in left_out}
     return empty | {k: x for k, x in added.items() if k in theirs and k not in group}
+
+
+def _options_of(cls: type) -> set[str]:
+    # Of its bases too, because one sets an option of its base that it does not take.
+    return {k for base in cls.__mro__[:-2] for k in inspect.signature(base).parameters}
 
 
 def _by_name(state_dict: Group, counterparts: Counterparts) -> dict[str, Entry]:
@@ -138,6 +142,17 @@ class Checkpoints(Optimizer):
         numbers = {k: group[k] for k in self._factory_of(group)[1]}
         flat = {k: x if isinstance(x, tuple) else (x,) for k, x in numbers.items()}
         return [k for k, values in flat.items() if any(map(callable, values))]
+
+    def _filled(self, group: Group) -> bool:
+        """Give options that are {} their defaults, and return True if there are any.
+
+        torch's ZeroRedundancyOptimizer writes the options of a state dict to groups.
+        """
+        cls = counterparts_of(self).in_torch
+        empty = [k for k, x in group.items() if type(x) is dict and not x]
+        ours = set(empty) - _options_of(cls) if cls and empty else ()
+        group.update({k: self.defaults[k] for k in ours})
+        return bool(ours)
 
     def rules(self) -> list[Rule]:
         """Return the rule of each group."""

@@ -50,7 +50,7 @@ from optimi_func.core.torch_private import between_graphs, unwrapped, watched_if
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.sums import Part
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.state.convert import Entry, Group, renamed
+from optimi_func.state.convert import Entry, Group
 from optimi_func.state.entry import ensure_state, insert_made, wants_state_alone
 from optimi_func.transforms.gradients import GradientTransform
 
@@ -229,8 +229,7 @@ class BaseOptimizer(Fields, Steps):
             raise
 
     def _number_defaults(self, group: Group) -> Group:
-        keys = {ours: key for key, ours in self._our_names.items()}
-        return renamed(number_defaults(self._factory_of(group)[0]), keys)
+        return self._under_keys(number_defaults(self._factory_of(group)[0]))
 
     def _check_numbers(self, group: Group) -> None:
         check_numbers(group, self._number_defaults(group))

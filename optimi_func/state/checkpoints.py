@@ -143,6 +143,11 @@ class Checkpoints(Optimizer):
         flat = {k: x if isinstance(x, tuple) else (x,) for k, x in numbers.items()}
         return [k for k, values in flat.items() if any(map(callable, values))]
 
+    def _under_keys(self, options: Group) -> Group:
+        """Return options of the factory's names under the keys of param groups."""
+        keys = {ours: key for key, ours in self._our_names.items()}
+        return convert.renamed(options, keys)
+
     def _filled(self, group: Group) -> bool:
         """Give options that are {} their defaults, and return True if there are any.
 
@@ -398,12 +403,11 @@ class Checkpoints(Optimizer):
         """Return the groups and entries that a saved state becomes, checked and copied."""
         groups: list[Group] = []
         made: dict[Tensor, Entry] = {}
-        keys = {ours: key for key, ours in self._our_names.items()}
         for mine, options, entries in zip(self.param_groups, match.groups, match.entries):
             first = sum(len(group["params"]) for group in groups)
             places = list(range(first, first + len(entries)))
             fixed = self._fixed | {name: mine[name] for name in self.scheduled(mine)}
-            given = convert.renamed(options, keys)
+            given = self._under_keys(options)
             group = {**mine, **given, **fixed, "params": places}
             check_options(mine, given)
             self._check_numbers(group)

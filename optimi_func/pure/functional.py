@@ -206,10 +206,12 @@ class FunctionalOptimizer(Kept):
         """Return the optimizer with another learning rate; only this is checked."""
         checks.check_number("learning rate", "lr", lr)
         changed = object.__new__(type(self))
-        changed.__dict__.update(self.__dict__, lr=lr)
-        for name in ("rates_now", "numbers"):  # lr may be one of them
-            changed.__dict__.pop(name, None)
-        changed.__dict__["numbers"] = changed.numbers
+        values = changed.__dict__
+        values.update(self.__dict__, lr=lr)
+        if "lr" in self.numbers:
+            values["numbers"] = {**self.numbers, "lr": lr}
+        if "rates_now" in values:
+            values["rates_now"] = changed.rates(lr, self.weight_decay, self.max_lr)
         if self.needs_max_lr:
             changed._check_max_lr()
         return changed

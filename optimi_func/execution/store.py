@@ -176,8 +176,11 @@ def tell(name: str, kept: bool) -> None:
     if "compiled" in _said:
         return
     _said.add("compiled")
-    place = folder() if kept else None
-    later = f"later processes load it from {place}" if place else "as in each process"
+    place = None
+    with suppress(OSError, RuntimeError):  # `keep` says why
+        place = _made() if kept else None
+    writable = place is not None and os.access(place, os.W_OK)
+    later = f"later processes load it from {place}" if writable else "as in each process"
     text = f"optimi_func compiles a step ({name}), which takes some seconds: {later}"
     if _log.hasHandlers() or sys.stderr is None or not sys.stderr.isatty():
         _log.info(text)

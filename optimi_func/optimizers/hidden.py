@@ -71,7 +71,8 @@ def hidden_matrices(
     Output layers are what the model says (get_output_embeddings of transformers,
     get_classifier of timm), layers that are called so (lm_head, mtp_heads, unembed, logits,
     classifier, policy, actor, ...), the last layer of a head of several, and an nn.Linear
-    with the shape of the largest embedding. If there is none, it is the last nn.Linear.
+    with the shape of the largest embedding. If there is none, it is the last nn.Linear,
+    unless that is in a repeated block, as in a pipeline stage or a backbone.
     A layer is a router if it is called so, and a gate if it has a shape of its own beside
     its neighbours: that of a gated MLP does not. `print(hidden_matrices(model))` says what
     was found.
@@ -175,7 +176,9 @@ def _outputs(model: nn.Module, tables: Sequence[nn.Module]) -> set[int]:
     if len({*largest}) == 2:  # a square is that of hidden layers too
         # In a repeated block it is hidden, as 4 * 64 beside 256 bytes.
         layers += [m for m in single if m.weight.shape == largest]
-    return {id(p) for m in layers or linear[-1:] for p in m.parameters()}
+    # The last of a stage or a backbone is in one of its blocks, as those before it.
+    last = linear[-1:] if linear[-1:] == single[-1:] else []
+    return {id(p) for m in layers or last for p in m.parameters()}
 
 
 def _last_layers(head: nn.Module, repeated: bool) -> Sequence[nn.Module]:

@@ -427,3 +427,14 @@ def test_a_hidden_layer_of_the_embeddings_shape_is_hidden() -> None:
     )
     hidden = ["blocks.0.expand.weight", "blocks.0.contract.weight"]
     assert hidden_matrices(model).kinds["hidden matrices"] == hidden
+
+
+def test_a_stage_and_a_backbone_have_no_output_layer() -> None:
+    def block() -> nn.Module:
+        return nn.ModuleDict({"fc": nn.Linear(4, 8), "proj": nn.Linear(8, 4)})
+
+    whole = nn.ModuleDict({"blocks": nn.ModuleList([block(), block()])})
+    every = [f"blocks.{i}.{x}.weight" for i in (0, 1) for x in ("fc", "proj")]
+    assert hidden_matrices(whole).kinds["hidden matrices"] == every
+    whole["last"] = nn.Linear(4, 3)  # the last of all, in no block
+    assert hidden_matrices(whole).kinds["hidden matrices"] == every

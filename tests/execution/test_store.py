@@ -774,6 +774,17 @@ def test_who_waits_is_told_once(kept: bool, place: Path, patched: Any, caplog: A
     assert (str(place) in said.getMessage()) == kept
 
 
+def test_where_nothing_can_be_kept_no_later_process_is_promised_it(
+    tmp_path: Path, patched: Any, caplog: Any
+) -> None:
+    caplog.set_level(logging.INFO)
+    (tmp_path / "file").touch()  # in which no folder can be made, for root neither
+    patched.setenv(store.VARIABLE, str(tmp_path / "file" / "store"))
+    patched.setattr(store, "_said", set())
+    store.tell("adam_float32", True)
+    assert "as in each process" in caplog.text
+
+
 def test_a_terminal_is_told_where_nobody_logs(patched: Any, capsys: Any) -> None:
     patched.setattr(store, "_said", set())
     patched.setattr(store._log, "hasHandlers", lambda: False)

@@ -35,7 +35,7 @@ from optimi_func.core.storage import group_storage, state_in
 from optimi_func.core.torch_private import has_memory
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.plans import ClassPlan
-from optimi_func.execution.scalars import pack, scalars_after
+from optimi_func.execution.scalars import Packed, pack, scalars_after
 from optimi_func.execution.sums import Part, Unit, join, write_running
 from optimi_func.execution.tensors import is_capturing, uncollected
 from optimi_func.pure.casts import PLAIN
@@ -201,17 +201,9 @@ class Steps(Rewriting, Given):
                 self._keep(key, plan)
         if plan.viewed:
             grads = to_local(aligned(group, params, grads))
-        counts = plan.counts.now(tensors)
-        if bound.rule.join is not None:
-            new = [p for p in params if p in made and "step" not in self.state.get(p, {})]
-            where = params[0].device if capturable else None
-            running = self._running(bound, group, [made[p] for p in new], where)
-            counts = [(step, running) for step, _ in counts]
-        scalars, after = scalars_after(bound, counts, plan.coded)
-        at, executor = plan.counts.at, executor_of(group)
-        if bound.rule.given:
-            scalars, at = with_given(self, bound, params, scalars, counts, at)
-        packed, at = pack(bound.rule, scalars, at, microbatches, write)
+        packed, at, after = self._scalars(
+            work, bound, plan, tensors, capturable, write, made
+        )
         inputs = plan.columns(tensors, grads), packed, at
 
         def check() -> None:
@@ -220,12 +212,35 @@ class Steps(Rewriting, Given):
             for p, part, g in zip(params, inputs[0][0], grads):
                 check_grad(path_of(group, p), part, g)
 
-        launches, host = plan.launches(executor, *inputs, write, check)
+        launches, host = plan.launches(executor_of(group), *inputs, write, check)
         host = host and plan.counts.native is not None and all(map(_on_host, packed))
         # Autograd has not seen that the local shards of these were written.
         moved = params if write and plan.viewed else []
         run = partial(plan.run, launches, tensors, *inputs, after, moved, write, count)
         return run, host, plan.holders
+
+    def _scalars(
+        self,
+        work: Work,
+        bound: FunctionalOptimizer,
+        plan: ClassPlan,
+        tensors: list[Any],
+        capturable: bool,
+        write: bool,
+        made: dict[Tensor, Entry],
+    ) -> tuple[list[Packed], list[int], Sequence[Named]]:
+        """Return the different scalars, the place of each parameter in them, and r after it."""
+        group, params, _, microbatches = work
+        counts, at = plan.counts.now(tensors), plan.counts.at
+        if bound.rule.join is not None:
+            new = [p for p in params if p in made and "step" not in self.state.get(p, {})]
+            where = params[0].device if capturable else None
+            running = self._running(bound, group, [made[p] for p in new], where)
+            counts = [(step, running) for step, _ in counts]
+        scalars, after = scalars_after(bound, counts, plan.coded)
+        if bound.rule.given:
+            scalars, at = with_given(self, bound, params, scalars, counts, at)
+        return *pack(bound.rule, scalars, at, microbatches, write), after
 
     def _plan(
         self,

@@ -229,7 +229,7 @@ class Steps(Rewriting, Given):
         write: bool,
         made: dict[Tensor, Entry],
     ) -> tuple[list[Packed], list[int], Sequence[Named]]:
-        """Return the different scalars, the place of each parameter in them, and r after it."""
+        """Return the different scalars, the place of each parameter, and r after it."""
         group, params, _, microbatches = work
         counts, at = plan.counts.now(tensors), plan.counts.at
         if bound.rule.join is not None:

@@ -530,7 +530,7 @@ def test_random_programs(program: type[Program], examples: int) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("program", "examples"), [(Program, 400), (CompiledProgram, 100)])
+@pytest.mark.parametrize(("program", "examples"), [(Program, 200), (CompiledProgram, 50)])
 def test_many_random_programs(program: type[Program], examples: int) -> None:
     run(program, examples, seeded=False)
 

@@ -384,7 +384,7 @@ def test_random_rules_are_those_of_plain_torch(
 @pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:Generating overly large repr")
 @seed(tiers.random_seed())
-@settings(max_examples=300, **HOW)
+@settings(max_examples=150, **HOW)
 @given(SOME, HYPER)
 def test_many_random_rules_are_those_of_plain_torch(
     trees: list[Tree], hyper: dict[str, float]

@@ -79,7 +79,7 @@ def rows(quick: Some, full: Some) -> list[Any]:
             elif dtype in full.get(case.id, ()):
                 tier = "full"
             found.append(row(case, dtype, id=f"{case.id}-{str(dtype)[6:]}", tier=tier))
-    return sampled(built(found), 20)
+    return sampled(built(found), 10)
 
 
 SHAPES = [(), (1,), (0, 3), (7,), (3, 5), (2, 3, 4, 5), (130, 70)]

@@ -89,7 +89,7 @@ def tier_of(job: Job) -> str:
 def rows(jobs: list[Job]) -> list[Any]:
     jobs = list({job.id: job for job in jobs if can_run(job)}.values())
     found = built([row(job, id=job.id, tier=tier_of(job)) for job in jobs])
-    return sampled(found, 20)
+    return sampled(found, 10)
 
 
 SAME = [Job(case, d, mode, mode) for case in RULES for d in DTYPES for mode in MODES]

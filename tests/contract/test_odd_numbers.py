@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiers import row
 from torch import Tensor
 
 import optimi_func as T
@@ -195,3 +196,32 @@ def test_a_gradient_whose_square_is_infinite_stops_its_element() -> None:
             w.grad = torch.full((1,), g)
             optimizer.step()
             assert optimizer.state[w]["exp_avg_sq"].isfinite().item() == goes_on
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        row(EAGER, id="eager"),
+        row({"foreach": True}, id="foreach"),
+        row({"compile": False, "capturable": True}, id="capturable"),
+        row({}, id="pure"),
+        row({"compile": True}, id="compiled", tier="full"),
+    ],
+)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_adopts_first_gradient_moves_nothing(bad: float, how: dict[str, Any]) -> None:
+    """As in the authors' code, whatever the gradient is. A NaN stays in the averages."""
+    w, g = torch.nn.Parameter(torch.ones(3)), torch.tensor([2.0, bad, -bad])
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "decouple_wd": True}
+    if how:
+        optimizer = T.ADOPT([w], **options, **how)
+        w.grad = g
+        optimizer.step()
+        state, p = optimizer.state[w], w.detach()
+    else:
+        value = T.adopt(**options)
+        p, after = value.step(w.detach(), g, value.init(w.detach()))
+        state = after.leaves._asdict()
+    assert torch.equal(p, torch.ones(3))
+    assert torch.equal(state["exp_avg"].nan_to_num(0.0), torch.zeros(3))
+    assert torch.equal(state["exp_avg_sq"].nan_to_num(7.0), (g * g).nan_to_num(7.0))

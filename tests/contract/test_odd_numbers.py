@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiers import row
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import optimi_func as T
 
@@ -225,3 +226,34 @@ def test_adopts_first_gradient_moves_nothing(bad: float, how: dict[str, Any]) ->
     assert torch.equal(p, torch.ones(3))
     assert torch.equal(state["exp_avg"].nan_to_num(0.0), torch.zeros(3))
     assert torch.equal(state["exp_avg_sq"].nan_to_num(7.0), (g * g).nan_to_num(7.0))
+
+
+class Full(TorchDispatchMode):
+    """Memory that is out when a tensor of five elements is to be computed."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and found.shape == (5,) and "detach" not in str(func):
+            raise torch.OutOfMemoryError("no memory is left")
+        return found
+
+
+def test_an_error_within_a_step_says_what_was_updated() -> None:
+    ps = [torch.nn.Parameter(torch.ones(n)) for n in (3, 5, 2)]
+    optimizer = T.AdamW(ps, lr=0.1, **EAGER)
+    for p in ps:
+        p.grad = torch.ones_like(p)
+    optimizer.init_state()
+    with Full(), pytest.raises(torch.OutOfMemoryError) as info:
+        optimizer.step()
+    assert [str(n).split(", others")[0] for n in info.value.__notes__] == [
+        "The step is half done: 1 of 3 parameters that go together were updated"
+    ]
+    assert [p[0].item() != 1 for p in ps] == [True, False, False]
+    assert [optimizer.state[p]["step"] for p in ps] == [0, 0, 0]
+    # The results of a pure step are new, so nothing is half done.
+    value, tree = T.adamw(lr=0.1), [p.detach() for p in ps]
+    state = value.init(tree)
+    with Full(), pytest.raises(torch.OutOfMemoryError) as info:
+        value.step(tree, [p.grad for p in ps], state)
+    assert not hasattr(info.value, "__notes__")

@@ -1,5 +1,6 @@
 """Numbers, counts and fields in forms that users give them, and what is refused first."""
 
+import copy
 from fractions import Fraction
 from typing import Any
 
@@ -257,3 +258,24 @@ def test_an_error_within_a_step_says_what_was_updated() -> None:
     with Full(), pytest.raises(torch.OutOfMemoryError) as info:
         value.step(tree, [p.grad for p in ps], state)
     assert not hasattr(info.value, "__notes__")
+
+
+@pytest.mark.parametrize("how", [EAGER, {"foreach": True}, {"capturable": True}], ids=str)
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -1.0])
+def test_counts_that_are_none_are_refused(value: float, how: dict[str, Any]) -> None:
+    """In a file, and written between two steps."""
+    ps = pair()
+    optimizer = T.AdamW(ps, lr=0.1, **({"compile": False} | how))
+    step(optimizer, ps)
+    saved, before = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in ps]
+    text = rf"state\[1\]\['step'\] is {value}: allowed is at least 0, and finite"
+    saved["state"][1]["step"].fill_(value)
+    with pytest.raises(ValueError, match=text):
+        optimizer.load_state_dict(saved)
+    optimizer.state[ps[1]]["step"].fill_(value)
+    with pytest.raises(ValueError, match=text):
+        step(optimizer, ps)
+    assert all(map(torch.equal, ps, before)) and optimizer.state[ps[0]]["step"] == 1
+    optimizer.state[ps[1]]["step"].fill_(1.0)
+    step(optimizer, ps)
+    assert [optimizer.state[p]["step"] for p in ps] == [2, 2]

@@ -279,3 +279,23 @@ def test_counts_that_are_none_are_refused(value: float, how: dict[str, Any]) -> 
     optimizer.state[ps[1]]["step"].fill_(1.0)
     step(optimizer, ps)
     assert [optimizer.state[p]["step"] for p in ps] == [2, 2]
+
+
+@pytest.mark.parametrize("name", ["found_inf", "grad_scale"])
+def test_a_scaler_of_ones_own_is_refused_under_release(name: str) -> None:
+    w = torch.nn.Parameter(torch.ones(3))
+    optimizer = T.AdamW([w], lr=0.1, gradient_release=True, **EAGER)
+    with T.prepare_for_gradient_release(torch.nn.ParameterList([w]), optimizer) as handle:
+        w.sum().backward()
+        moved = w.detach().clone()
+        setattr(optimizer, name, torch.tensor(2.0))
+        with pytest.raises(RuntimeError, match="found_inf or grad_scale with gradient rel"):
+            optimizer.step()  # too late
+        with pytest.raises(RuntimeError, match="found_inf or grad_scale with gradient rel"):
+            w.sum().backward()
+        with handle.paused():  # the ordinary step
+            w.sum().backward()
+            optimizer.step()
+    assert torch.equal(w, moved) == (name == "found_inf")
+    with pytest.raises(RuntimeError, match="found_inf or grad_scale with gradient rel"):
+        optimizer.step(param=w)

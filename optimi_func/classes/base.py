@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, ParamSpec, TypedDict, TypeVar
 import torch
 from torch import Tensor
 
-from optimi_func.classes.copies import Work, finite_works
+from optimi_func.classes.copies import Work, check_unscaled, finite_works
 from optimi_func.classes.extras import check_runs, found_extras
 from optimi_func.classes.fields import Closure, Fields, Float, Params
 from optimi_func.classes.groups import (
@@ -375,6 +375,7 @@ class BaseOptimizer(Fields, Steps):
         and the result see `_update`.
         """
         self.check_train_mode("an update")
+        check_unscaled(self)
         self._idle = 2  # gradients need not be in p.grad
         works: dict[int, tuple[Group, list[Tensor], list[Tensor], list[Microbatch]]] = {}
         for p, g, microbatch in zip(params, grads, microbatches):

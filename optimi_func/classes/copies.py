@@ -102,6 +102,16 @@ class Copies(Checkpoints):
         return facts
 
 
+def check_unscaled(optimizer: Any) -> None:
+    """Raise if a loss scaler has set what an update within a backward cannot honour."""
+    if optimizer.found_inf is not None or optimizer.grad_scale is not None:
+        raise RuntimeError(
+            "found_inf or grad_scale with gradient release, whose updates come before the "
+            "scaler has seen all gradients: set both to None, scale no loss, and pass "
+            "skip_nonfinite= to prepare_for_gradient_release"
+        )
+
+
 def finite_works(optimizer: Any, works: list[Work]) -> list[Work]:
     """Return the works of a step, or none if a gradient of a process is not finite.
 
@@ -114,6 +124,8 @@ def finite_works(optimizer: Any, works: list[Work]) -> list[Work]:
             "True, whose steps have been taken in part before: choose one"
         )
     groups, grads = optimizer.param_groups, [g for work in works for g in work[2]]
+    if optimizer.releases and not grads:
+        check_unscaled(optimizer)
     if not all(map(has_memory, grads)):
         return works
     every = [p for group in groups for p in group["params"]]

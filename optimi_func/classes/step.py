@@ -256,7 +256,7 @@ class Steps(Rewriting, Given):
         if old is not None and self.state and not (made or capturable):
             # Entries that differ from checked ones in addresses: only counts are checked.
             plan = old.moved(params, [self.state.get(p, {}) for p in params])
-            if plan and all([step >= 0.0 for step, _ in plan.counts.now(plan.made)]):
+            if plan and plan.counts.valid:
                 return plan
         how = bound.starting_rule, group_storage(group), capturable
         named = [(path_of(group, p), p) for p in params]

@@ -5,6 +5,7 @@ is two, under its name with "_q" and "_scale". A rule computes in float32 or flo
 fields are decoded for it, and its results encoded.
 """
 
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
@@ -269,7 +270,8 @@ def as_counts(
 ) -> dict[str, Tensor]:
     """Return an entry's counts that are not 0-d float32 or float64 tensors as such ones.
 
-    Raises if one is complex or has several elements, or if the step count is below 0.
+    Raises if one is complex or has several elements, or if the step count is below 0,
+    infinite or NaN.
     """
     counts: dict[str, Tensor] = {}
     for name in names:
@@ -285,8 +287,10 @@ def as_counts(
         if x.dtype not in (torch.float32, torch.float64):
             x = x.to(torch.float32 if name == "step" else torch.float64)
         scalar = x.reshape(()) if x.dim() else x
-        if name == "step" and not (checks.value_of(scalar) or 0.0) >= 0.0:
-            raise ValueError(f"{root}{path}['step'] is {x}: allowed is at least 0")
+        if name == "step" and not 0.0 <= (checks.value_of(scalar) or 0.0) < math.inf:
+            raise ValueError(
+                f"{root}{path}['step'] is {x}: allowed is at least 0, and finite"
+            )
         if scalar is not entry[name]:
             counts[name] = scalar
     return counts

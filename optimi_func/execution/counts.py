@@ -4,6 +4,7 @@ Both are 0-d tensors in the state. Parameters for which all of them are equal sh
 scalars of a step.
 """
 
+import math
 from array import array
 from collections.abc import Sequence
 from operator import attrgetter
@@ -61,6 +62,7 @@ class Counts:
             # The host waits for the device once, here. Their dtypes differ.
             parts = [x for x in (tensors[:rows], tensors[rows:]) if x]
             values = [value for part in parts for value in torch.stack(part).tolist()]
+        self.valid = all([0.0 <= x < math.inf for x in values[:rows]])
         keys: Sequence[object] = range(rows)
         if values:
             keys = list(zip(*[values[i : i + rows] for i in range(0, len(values), rows)]))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from optimi_func.core.torch_private import FACTS
+from optimi_func.execution.tensors import uncollected
 
 
 class Guard:
@@ -37,10 +38,12 @@ class Guard:
             return False
         if self._check is not None and self._check(*tensors):
             return True
-        if any(tuple(map(fact, tensors)) != was for fact, was in zip(FACTS, self._facts)):
-            return False
-        # torch's guards look at more, such as requires_grad and the thread's modes.
-        self._check = tensor_guards(tensors)
+        with uncollected():
+            facts = zip(FACTS, self._facts)
+            if any(tuple(map(fact, tensors)) != was for fact, was in facts):
+                return False
+            # torch's guards look at more, such as requires_grad and the thread's modes.
+            self._check = tensor_guards(tensors)
         return True
 
 

@@ -130,21 +130,33 @@ def run_launches(
     """Run launches, and undo what they wrote where a `finite` flag is false.
 
     `at` is, for each parameter, the index of its scalars in `packed`. Returns the sums of
-    each parameter, by its place, if the rule joins them.
+    each parameter, by its place, if the rule joins them. What is raised meanwhile has a
+    note about what was written.
     """
-    flagged, sums = False, dict[int, Tensor]()
+    flagged, sums, ran = False, dict[int, Tensor](), 0
     for x in packed:
         flagged |= x.finite is not None
-    for launch in launches:
-        backups: list[tuple[Tensor, Tensor, Tensor]] = []
-        for column in written if flagged else ():
-            for i, x in zip(launch.places, launch.pick(column)):
-                if x is not None and (flag := packed[at[i]].finite) is not None:
-                    backups.append((x, flag, x.clone()))
-        launch.run(columns, packed, None)
-        sums.update(launch.sums() if joins else ())
-        for x, flag, old in backups:
-            x.copy_(torch.where(flag, x, old))
+    try:
+        for launch in launches:
+            backups: list[tuple[Tensor, Tensor, Tensor]] = []
+            for column in written if flagged else ():
+                for i, x in zip(launch.places, launch.pick(column)):
+                    if x is not None and (flag := packed[at[i]].finite) is not None:
+                        backups.append((x, flag, x.clone()))
+            launch.run(columns, packed, None)
+            sums.update(launch.sums() if joins else ())
+            for x, flag, old in backups:
+                x.copy_(torch.where(flag, x, old))
+            ran += 1
+    except BaseException as error:
+        if launches[ran]._in_place:
+            done = sum([len(launch.places) for launch in launches[:ran]])
+            error.add_note(
+                f"The step is half done: {done} of {len(at)} parameters that go together "
+                "were updated, others perhaps in part, and none was counted. Load a "
+                "checkpoint, do not repeat the step"
+            )
+        raise
     if not joins:
         return {}
     return {i: (sums.get(i), packed[k].finite) for i, k in enumerate(at)}

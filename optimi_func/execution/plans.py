@@ -189,7 +189,7 @@ class ClassPlan(Plan):
             same = self._guard.holds(tensors if self._all else self._present(tensors))
             if same and not self.counts.hold(tensors):
                 self.counts.read(tensors)  # of another plan's steps, or as written
-            return tensors if same else None
+            return tensors if same and self.counts.valid else None
         except (KeyError, TypeError):
             return None  # a field or a whole entry is missing, or is no tensor
 

@@ -71,7 +71,7 @@ class ADOPT(Body, name="adopt"):
         return m, self.State(m, kept * s.exp_avg_sq + added * (g * g))
 
     def after(self, u: Tensor, s: State, t: float):
-        return where(t > 1, 1.0, 0.0) * u, s
+        return where(t > 1, u, 0.0), s  # 0 times a u that is not finite would be NaN
 
     def usual_decay(self):
         return "decoupled" if self.decouple_wd else "l2"

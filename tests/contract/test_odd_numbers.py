@@ -1,12 +1,15 @@
 """Numbers, counts and fields in forms that users give them, and what is refused first."""
 
+import copy
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tiers import row
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import optimi_func as T
 
@@ -195,3 +198,104 @@ def test_a_gradient_whose_square_is_infinite_stops_its_element() -> None:
             w.grad = torch.full((1,), g)
             optimizer.step()
             assert optimizer.state[w]["exp_avg_sq"].isfinite().item() == goes_on
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        row(EAGER, id="eager"),
+        row({"foreach": True}, id="foreach"),
+        row({"compile": False, "capturable": True}, id="capturable"),
+        row({}, id="pure"),
+        row({"compile": True}, id="compiled", tier="full"),
+    ],
+)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_adopts_first_gradient_moves_nothing(bad: float, how: dict[str, Any]) -> None:
+    """As in the authors' code, whatever the gradient is. A NaN stays in the averages."""
+    w, g = torch.nn.Parameter(torch.ones(3)), torch.tensor([2.0, bad, -bad])
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "decouple_wd": True}
+    if how:
+        optimizer = T.ADOPT([w], **options, **how)
+        w.grad = g
+        optimizer.step()
+        state, p = optimizer.state[w], w.detach()
+    else:
+        value = T.adopt(**options)
+        p, after = value.step(w.detach(), g, value.init(w.detach()))
+        state = after.leaves._asdict()
+    assert torch.equal(p, torch.ones(3))
+    assert torch.equal(state["exp_avg"].nan_to_num(0.0), torch.zeros(3))
+    assert torch.equal(state["exp_avg_sq"].nan_to_num(7.0), (g * g).nan_to_num(7.0))
+
+
+class Full(TorchDispatchMode):
+    """Memory that is out when a tensor of five elements is to be computed."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and found.shape == (5,) and "detach" not in str(func):
+            raise torch.OutOfMemoryError("no memory is left")
+        return found
+
+
+def test_an_error_within_a_step_says_what_was_updated() -> None:
+    ps = [torch.nn.Parameter(torch.ones(n)) for n in (3, 5, 2)]
+    optimizer = T.AdamW(ps, lr=0.1, **EAGER)
+    for p in ps:
+        p.grad = torch.ones_like(p)
+    optimizer.init_state()
+    with Full(), pytest.raises(torch.OutOfMemoryError) as info:
+        optimizer.step()
+    assert [str(n).split(", others")[0] for n in info.value.__notes__] == [
+        "The step is half done: 1 of 3 parameters that go together were updated"
+    ]
+    assert [p[0].item() != 1 for p in ps] == [True, False, False]
+    assert [optimizer.state[p]["step"] for p in ps] == [0, 0, 0]
+    # The results of a pure step are new, so nothing is half done.
+    value, tree = T.adamw(lr=0.1), [p.detach() for p in ps]
+    state = value.init(tree)
+    with Full(), pytest.raises(torch.OutOfMemoryError) as info:
+        value.step(tree, [p.grad for p in ps], state)
+    assert not hasattr(info.value, "__notes__")
+
+
+@pytest.mark.parametrize("how", [EAGER, {"foreach": True}, {"capturable": True}], ids=str)
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -1.0])
+def test_counts_that_are_none_are_refused(value: float, how: dict[str, Any]) -> None:
+    """In a file, and written between two steps."""
+    ps = pair()
+    optimizer = T.AdamW(ps, lr=0.1, **({"compile": False} | how))
+    step(optimizer, ps)
+    saved, before = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in ps]
+    text = rf"state\[1\]\['step'\] is {value}: allowed is at least 0, and finite"
+    saved["state"][1]["step"].fill_(value)
+    with pytest.raises(ValueError, match=text):
+        optimizer.load_state_dict(saved)
+    optimizer.state[ps[1]]["step"].fill_(value)
+    with pytest.raises(ValueError, match=text):
+        step(optimizer, ps)
+    assert all(map(torch.equal, ps, before)) and optimizer.state[ps[0]]["step"] == 1
+    optimizer.state[ps[1]]["step"].fill_(1.0)
+    step(optimizer, ps)
+    assert [optimizer.state[p]["step"] for p in ps] == [2, 2]
+
+
+@pytest.mark.parametrize("name", ["found_inf", "grad_scale"])
+def test_a_scaler_of_ones_own_is_refused_under_release(name: str) -> None:
+    w = torch.nn.Parameter(torch.ones(3))
+    optimizer = T.AdamW([w], lr=0.1, gradient_release=True, **EAGER)
+    with T.prepare_for_gradient_release(torch.nn.ParameterList([w]), optimizer) as handle:
+        w.sum().backward()
+        moved = w.detach().clone()
+        setattr(optimizer, name, torch.tensor(2.0))
+        with pytest.raises(RuntimeError, match="found_inf or grad_scale with gradient rel"):
+            optimizer.step()  # too late
+        with pytest.raises(RuntimeError, match="found_inf or grad_scale with gradient rel"):
+            w.sum().backward()
+        with handle.paused():  # the ordinary step
+            w.sum().backward()
+            optimizer.step()
+    assert torch.equal(w, moved) == (name == "found_inf")
+    with pytest.raises(RuntimeError, match="found_inf or grad_scale with gradient rel"):
+        optimizer.step(param=w)

@@ -19,7 +19,7 @@ from optimi_func.rules import Float, Moment, Optimizer, functions
 
 # Operations of a leaf of float32, with the default hyperparameters.
 OPERATIONS = {
-    **{"adam": 17, "adamw": 18, "adan": 28, "ademamix": 22, "adopt": 20, "lamb": 43},
+    **{"adam": 17, "adamw": 18, "adan": 28, "ademamix": 22, "adopt": 21, "lamb": 43},
     **{"lion": 11, "muon": 39, "radam": 19, "ranger": 21, "sgd": 7, "stableadamw": 29},
     **{"adafactor": 36, "normuon": 58, "prodigy": 35, "soap": 65},
     **{"rmsprop": 12, "adagrad": 11, "adadelta": 20, "adamax": 13, "nadam": 19},

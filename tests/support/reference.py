@@ -809,8 +809,8 @@ def adopt_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6) -> Mov
     """
     b1, b2 = at.betas
     if at.t == 1:
-        # A gradient that is no number is in both averages.
-        return torch.zeros_like(p), {"m": 0 * g, "v": g**2}
+        # A gradient that is NaN is in both averages. The authors' m has it one step later.
+        return torch.zeros_like(p), {"m": s["m"] + g.clamp(0.0, 0.0), "v": g**2}
     limit = (at.t - 1) ** 0.25
     m = b1 * s["m"] + (1 - b1) * (g / s["v"].sqrt().clamp(min=eps)).clamp(-limit, limit)
     d = at.masked(m, g)

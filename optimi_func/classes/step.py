@@ -94,8 +94,6 @@ class Steps(Rewriting, Given):
                 return bound
         flat = [y for x in inputs[:-1] for y in (x if isinstance(x, tuple) else (x,))]
         plain, numbers = PLAIN.issuperset(map(type, flat)), inputs[:-1]
-        if not plain and self._filled(group):
-            return self.bound_of(group, params, capturable)
         if not plain:
             try:
                 numbers = [as_scalar(x, params, capturable) for x in numbers]
@@ -186,12 +184,7 @@ class Steps(Rewriting, Given):
             check_moves_state(bound.rule)
         ids = tuple(map(id, params))
         key = *_asked(group), capturable, flagged, *ids
-        try:
-            plan, tensors = self._plans.get(key), None
-        except TypeError:
-            if not (self._filled(group) or capturable != group["capturable"]):
-                raise
-            return self._prepare(work, write, count, made)
+        plan, tensors = self._plans.get(key), None
         if plan is not None and plan.rule is not bound.rule:
             plan = None
         if plan is not None:

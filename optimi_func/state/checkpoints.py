@@ -2,6 +2,7 @@
 
 import inspect
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -58,6 +59,7 @@ def _as_strings(optimizer: Any, packed: StateDict) -> None:
     Schedules are not saved, as torch's do not save their functions.
     torch.distributed.checkpoint cannot gather a dtype. weights_only=True refuses classes.
     """
+    shared = _in_files_of_torch()
     for mine, group in zip(optimizer.param_groups, packed["param_groups"]):
         for name, x in (optimizer.lead_of(mine) or {}).items():
             if isinstance(x, Tensor) and group.get(name) is x:
@@ -65,36 +67,43 @@ def _as_strings(optimizer: Any, packed: StateDict) -> None:
         for name in ("state_dtype", "storage"):
             if group[name] is not None:
                 group[name] = str(group[name])
+        left_out = _add_torchs_options(optimizer, group)
         for name in optimizer.scheduled(mine):
             del group[name]
-        group.update(_in_torchs_form(optimizer, group))
+            left_out.add(name)
+        if shared:
+            group.update({name: {} for name in left_out})
 
 
-def _in_torchs_form(optimizer: Any, group: Group) -> Group:
-    """Return {} for a group's options that torch's class lacks, and those that it has.
+def _in_files_of_torch() -> bool:
+    """Return True within torch.distributed.checkpoint, which alone is to see a {}.
 
-    torch.distributed.checkpoint writes no {} to files, but asks for a key for each option
-    of a running optimizer. If an option of ours has another value than its default, files
-    lack a key for each class, and loading raises.
+    It writes no {} to files, but asks for a key for each option of a running optimizer.
+    """
+    names = [x.f_globals.get("__name__", "") for x, _ in traceback.walk_stack(None)]
+    return any(name.startswith("torch.distributed.checkpoint.") for name in names)
+
+
+def _add_torchs_options(optimizer: Any, group: Group) -> set[str]:
+    """Add torch's options to a group, and return those that torch's class lacks.
+
+    If an option of ours has another value than its default, neither is done: files lack a
+    key for each class then, and loading raises.
     """
     cls, usual = counterparts_of(optimizer).in_torch, optimizer._parameters
     if cls is None:
-        return {}
-    theirs = _options_of(cls)
+        return set()
+    # Of its bases too, because one sets an option of its base that it does not take.
+    theirs = {k for base in cls.__mro__[:-2] for k in inspect.signature(base).parameters}
     added = {convert.DECAY: group.get("decouple_wd", True), **_THEIRS}
     ours = {k for k in usual if k in group and k not in theirs}
     left_out = {k for k in ours if k in convert.POLICY or group[k] == usual[k].default}
     left_out |= ours & {"decouple_wd"} if convert.DECAY in theirs else set()
     # Not if torch has other names for ours. Schedulers add max_lr to torch's groups too.
     if not (theirs <= {*group, *added} and ours <= left_out | {"max_lr"}):
-        return {}
-    empty: Group = {k: {} for k in left_out}
-    return empty | {k: x for k, x in added.items() if k in theirs and k not in group}
-
-
-def _options_of(cls: type) -> set[str]:
-    # Of its bases too, because one sets an option of its base that it does not take.
-    return {k for base in cls.__mro__[:-2] for k in inspect.signature(base).parameters}
+        return set()
+    group.update({k: x for k, x in added.items() if k in theirs and k not in group})
+    return left_out
 
 
 def _by_name(state_dict: Group, counterparts: Counterparts) -> dict[str, Entry]:
@@ -147,17 +156,6 @@ class Checkpoints(Optimizer):
         """Return options of the factory's names under the keys of param groups."""
         keys = {ours: key for key, ours in self._our_names.items()}
         return convert.renamed(options, keys)
-
-    def _filled(self, group: Group) -> bool:
-        """Give options that are {} their defaults, and return True if there are any.
-
-        torch's ZeroRedundancyOptimizer writes the options of a state dict to groups.
-        """
-        cls = counterparts_of(self).in_torch
-        empty = [k for k, x in group.items() if type(x) is dict and not x]
-        ours = set(empty) - _options_of(cls) if cls and empty else ()
-        group.update({k: self.defaults[k] for k in ours})
-        return bool(ours)
 
     def rules(self) -> list[Rule]:
         """Return the rule of each group."""

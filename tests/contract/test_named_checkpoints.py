@@ -307,17 +307,47 @@ def test_torch_is_not_given_what_it_cannot_do(form: str, back: bool, tmp_path) -
 
 def test_options_of_ours_in_a_state_dict() -> None:
     w = torch.ones(3, requires_grad=True)
-    names = {*torch.optim.AdamW([w]).state_dict()["param_groups"][0]}
     optimizer = AdamW([w], lr=0.1, state_dtype="float64", compile=False)
     (saved,) = optimizer.state_dict()["param_groups"]
-    assert {k for k, x in saved.items() if x != {}} == names
-    assert {*saved} - names == {*optimizer.param_groups[0]} - names
+    names = {*torch.optim.AdamW([w]).state_dict()["param_groups"][0]}
+    (group,) = optimizer.param_groups
+    assert {*saved} == {*group} | names
+    assert saved == {**saved, **group, "state_dtype": "torch.float64", "params": [0]}
     other = AdamW([w], lr=0.3, cautious=True, compile=False)
     other.load_state_dict(optimizer.state_dict())
-    assert other.param_groups[0]["cautious"] and other.param_groups[0]["lr"] == 0.1
+    assert not other.param_groups[0]["cautious"] and other.param_groups[0]["lr"] == 0.1
     assert {*other.param_groups[0]} == {*optimizer.param_groups[0]}
-    optimizer.load_state_dict(other.state_dict())
-    assert optimizer.param_groups[0]["cautious"] is True
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_only_torchs_checkpoints_see_options_left_out(form: str) -> None:
+    (model, optimizer), new = runs_of([WHOLE], adamw(AdamW, True)) * 2
+    train([(model, optimizer)], range(1))
+    theirs = torch.optim.AdamW(model.parameters())
+    theirs.load_state_dict(optimizer.state_dict())
+    assert {} not in theirs.param_groups[0].values()
+    carry([(model, optimizer)], [new], form, None)
+    assert {} not in optimizer.param_groups[0].values()
+    assert {} not in optimizer.state_dict()["param_groups"][0].values()
+    shown = sd.get_optimizer_state_dict(model, optimizer, options=FORMS[form])
+    groups = [shown] if form == "flat" else shown["param_groups"]
+    assert {} in groups[0].values()
+
+
+@IN_FILE
+@FORM
+@pytest.mark.parametrize("cls", [AdamW, Prodigy])
+def test_schedules_are_kept_and_not_saved(cls, form, in_file, tmp_path) -> None:
+    betas = (lambda t: 1.0 - 0.5 / (t + 1.0)), 0.99
+    make = lambda m: cls(m.named_parameters(), 0.05, betas=betas, compile=False)  # noqa: E731
+    before, after = runs_of([WHOLE], make), runs_of([WHOLE], make)
+    train(before, range(2))
+    after[0][0].load_state_dict(before[0][0].state_dict())
+    carry(before, after, form, tmp_path if in_file else None)
+    assert after[0][1].param_groups[0]["betas"] == betas
+    train([*before, *after], range(2, 4))
+    wanted, found = weights(before), weights(after)
+    assert all(torch.equal(wanted[k], found[k]) for k in wanted)
 
 
 # Nothing is loaded if a number is none

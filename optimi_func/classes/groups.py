@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from optimi_func.core import checks
 from optimi_func.core.distributed import redistribute_like
 from optimi_func.core.rule import Rule, Storage
-from optimi_func.core.storage import check_stored, group_storage
+from optimi_func.core.storage import as_dtype, check_stored, group_storage
 from optimi_func.execution.executors import Executor
 from optimi_func.pure.casts import PLAIN
 from optimi_func.pure.functional import FunctionalOptimizer
@@ -121,9 +121,9 @@ def normalize_group(group: Group, defaults: Mapping[str, object]) -> None:
         group["max_lr"] = float(lr) or None
     elif isinstance(group["max_lr"], Tensor):
         group["max_lr"] = float(group["max_lr"])
-    group["state_dtype"] = _as_dtype(group["state_dtype"])
+    group["state_dtype"] = as_dtype(group["state_dtype"])
     if isinstance(storage := group["storage"], Storage):
-        group["storage"] = storage._replace(moments=_as_dtype(storage.moments))
+        group["storage"] = storage._replace(moments=as_dtype(storage.moments))
     group_storage(group)
 
 
@@ -146,12 +146,6 @@ def check_numbers(group: Group, defaults: Mapping[str, object]) -> None:
             raise (ValueError if many else TypeError)(
                 f"{what}: {name}={x!r}: allowed are numbers and tensors of one element"
             )
-
-
-def _as_dtype(x: object) -> object:
-    """Convert the name of a dtype to the dtype. Return other values as they are."""
-    dtype = getattr(torch, x.removeprefix("torch."), x) if isinstance(x, str) else x
-    return dtype if isinstance(dtype, torch.dtype) else x
 
 
 def check_modes(group: Group) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, distributed
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.removed import REMOVED, instead_of
+from optimi_func.core.removed import instead_of
 from optimi_func.core.rule import (
     DecayKind,
     PureOptimizer,
@@ -61,7 +61,7 @@ def bind_call(
     for key in kwargs.keys() - takes.keys():
         near = get_close_matches(key, takes, 1)
         meant = f": did you mean {near[0]!r}?" if near else f": allowed are {[*takes]}"
-        raise TypeError(f"{name} has no argument {key!r}{instead_of(key) or meant}")
+        raise TypeError(f"{name} has no argument {key!r}{instead_of(key, name) or meant}")
     first = next(iter(takes.values()))
     named = {first.name: args[0], **kwargs} if args else kwargs
     keyword = args and first.kind is first.KEYWORD_ONLY
@@ -79,11 +79,12 @@ def bind_call(
 
 
 def tell_removed(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function's calls by an argument that it had say what to use instead."""
+    """Make a function's calls by an argument that it lacks say what to use instead."""
+    takes = [*inspect.signature(function).parameters]
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if any([name in REMOVED for name in kwargs]):  # Dynamo traces no `isdisjoint`
+        if any([name not in takes for name in kwargs]):  # Dynamo traces no `issubset`
             bind_call(function.__name__, inspect.signature(function), args, kwargs)
         return function(*args, **kwargs)
 

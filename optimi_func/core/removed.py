@@ -31,10 +31,22 @@ REMOVED = {
 }
 
 
-def instead_of(name: str) -> str:
-    """Return what an error says of a removed name or argument, or nothing."""
-    use = REMOVED.get(name, "")
-    return use and f", which was removed: use {use}"
+# The functions and classes that had an argument. None: all. Other names had modules.
+OWNERS = {
+    "checkpoint_every": ("unroll",),
+    "divide_state": None,
+    "how": ("backward", "prepare_for_gradient_release"),
+    "modulus": ("adam", "adamw"),
+    "noise": ("perturb",),
+    "pending_bytes": ("prepare_for_gradient_release",),
+}
+
+
+def instead_of(name: str, function: str = "") -> str:
+    """Return what an error says of a removed name or a function's argument, or nothing."""
+    owners = OWNERS.get(name, ("",))
+    use = REMOVED.get(name) if owners is None or function.lower() in owners else None
+    return f", which was removed: use {use}" if use else ""
 
 
 class Removed:

@@ -63,9 +63,17 @@ def storage_of(
     return storage
 
 
+def as_dtype(x: Any) -> Any:
+    """Convert the name of a dtype to the dtype. Return other values as they are."""
+    dtype = getattr(torch, x.removeprefix("torch."), x) if isinstance(x, str) else x
+    return dtype if isinstance(dtype, torch.dtype) else x
+
+
 def group_storage(group: Mapping[str, Any]) -> Storage:
     """Return the storage that a param group asks for."""
-    return storage_of(group["storage"], group["kahan_sum"], group["state_dtype"])
+    # torch's ZeroRedundancyOptimizer writes the names in a state dict to groups.
+    dtype = as_dtype(group["state_dtype"])
+    return storage_of(group["storage"], group["kahan_sum"], dtype)
 
 
 def check_stored(rules: list[Rule], storage: Storage, params: list[Tensor]) -> list[str]:

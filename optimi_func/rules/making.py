@@ -184,7 +184,8 @@ class Making:
         before = dict(self.me.__dict__)
         arguments = [{**self.given, **more}[x] for x in self.names(method)]
         result = self.trace.call(method, getattr(self.me, method), *arguments)
-        if self.me.__dict__ != before:
+        now = self.me.__dict__
+        if [*map(id, now.values())] != [*map(id, before.values())]:
             raise TypeError(
                 f"{self.name}.{method} writes to self, but it is traced once: what a step "
                 "keeps is a field of State"

@@ -1156,6 +1156,11 @@ def writes(self: Any, g: Tensor) -> Tensor:
     return g
 
 
+def writes_a_field(self: Any, g: Tensor) -> Tensor:
+    self.b = 0.5
+    return self.b * g
+
+
 B: dict[str, Any] = {"b": 0.9, "__annotations__": {"b": float}}
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("decides by the value", {"direction": lambda self, g: g if g > 0 else -g}),
@@ -1191,6 +1196,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("has no attribute 'c'", {"direction": lambda self, g, s: (g * self.c, s)}),
     ("it has to take g, s", {"direction": lambda self, g: g, "State": One}),
     ("writes to self", {"direction": writes}),
+    ("writes to self", {"direction": writes_a_field, **B}),
     ("takes g, s, rest", {"direction": lambda self, g, s, *rest: (g, s)}),
     (
         "after takes x, u, foo",

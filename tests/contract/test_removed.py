@@ -9,8 +9,19 @@ import torch
 from torch import nn
 
 import optimi_func
-from optimi_func import Adam, AdamW, adamw, prepare_for_gradient_release, sgd, unroll
-from optimi_func.core.removed import REMOVED
+from optimi_func import (
+    Adam,
+    AdamW,
+    Lion,
+    MuonAdamW,
+    adam,
+    adamw,
+    lion,
+    prepare_for_gradient_release,
+    sgd,
+    unroll,
+)
+from optimi_func.core.removed import OWNERS, REMOVED
 
 # The module, the name, and a part of what is said.
 NAMES = [
@@ -50,6 +61,7 @@ def unrolled(**options: Any) -> Any:
 ARGUMENTS: list[tuple[Callable[..., Any], str, str]] = [
     (lambda **o: Adam([P], **o), "modulus", "both parts"),
     (lambda **o: AdamW([P], **o), "modulus", "both parts"),
+    (lambda **o: adam(lr=0.1, **o), "modulus", "both parts"),
     (lambda **o: adamw(lr=0.1, **o), "modulus", "both parts"),
     (lambda **o: AdamW([P], **o), "divide_state", "ZeroRedundancyOptimizer"),
     (lambda **o: optimi_func.population.perturb(**o), "noise", "randn_like"),
@@ -93,3 +105,13 @@ def test_a_tree_of_betas_names_partition() -> None:
 def test_every_row_of_the_table_is_tried() -> None:
     tried = {name for _, name, _ in [*NAMES, *ARGUMENTS]} | {name for name, _ in METHODS}
     assert tried == REMOVED.keys()
+
+
+@pytest.mark.parametrize("name", [*OWNERS, "sam"])
+def test_others_arguments_are_not_spoken_of(name: str) -> None:
+    """Nobody has removed an argument that a function never had."""
+    wrong = {name: 1}
+    for call in (Lion, lion, MuonAdamW):
+        with pytest.raises(TypeError, match=name) as e:
+            call([P], **wrong) if call is Lion else call(lr=0.1, **wrong)
+        assert ("removed" in str(e.value)) == (name == "divide_state")

@@ -92,6 +92,7 @@ def sums(folder: Path) -> None:
 def storages(folder: Path) -> None:
     for storage in ("exact", "compact"):
         check("adamw", torch.bfloat16, storage=storage)
+    check("adamw", torch.bfloat16, state_dtype="float32")
 
 
 def transforms(folder: Path) -> None:

@@ -109,7 +109,7 @@ def with_given(
     """Return scalars of each parameter's own, with what its direction takes besides."""
     results: list[Scalars] = []
     places: dict[Tensor, int] = {}
-    if bound.rule.noise:
+    if "z" in bound.rule.given:
         every = chain.from_iterable([group["params"] for group in optimizer.param_groups])
         places = {p: i for i, p in enumerate(every)}
     extras = optimizer.extras or optimizer.given  # extras are {} outside of a step
@@ -122,7 +122,7 @@ def with_given(
                     f"optimizer.give({name}=...) before the backward"
                 )
         values: dict[str, object] = {name: extras[name][p] for name in bound.rule.extras}
-        if bound.rule.noise:
+        if "z" in bound.rule.given:
             values["z"] = bound.seed, counts[i][0], places[p], p
         results.append(scalars[i]._replace(coeffs=scalars[i].coeffs._replace(**values)))
     return results, [*range(len(params))]

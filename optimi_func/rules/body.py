@@ -3,10 +3,8 @@
 import inspect
 from abc import ABCMeta
 from collections.abc import Callable, Mapping
-from copy import copy
-from dataclasses import KW_ONLY, InitVar, dataclass, field, make_dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field, make_dataclass, replace
 from functools import partial
-from hashlib import sha256
 from itertools import chain
 from typing import (
     Any,
@@ -35,7 +33,7 @@ from optimi_func.classes.forms import (
 )
 from optimi_func.classes.groups import TORCHS
 from optimi_func.core.checks import bind_call, shown
-from optimi_func.core.rule import DecayKind, Named, PyTree, Rates, Rule, Scalar
+from optimi_func.core.rule import DecayKind, PyTree, Rates, Rule, Scalar
 from optimi_func.core.storage import storage_of
 from optimi_func.core.torch_private import constant_in_graphs
 from optimi_func.pure.casts import derived, resolve_tree
@@ -48,8 +46,7 @@ from optimi_func.pure.tree import (
     init_tree,
     path_of,
 )
-from optimi_func.rules.called import RATES
-from optimi_func.rules.making import NAMES, Making
+from optimi_func.rules.making import NAMES, RATES, Making
 from optimi_func.state.convert import Counterparts
 
 P = ParamSpec("P")
@@ -162,11 +159,9 @@ class OwnRule(FunctionalOptimizer):
         """The rule, with the class's `init` of these hyperparameters."""
         if not hasattr(self.owner, "init"):
             return self.rule
-        rule = copy(self.rule)
-        init: Callable[..., Named] = rule.init
         numbers = resolve_tree("a number", self.numbers, torch.zeros(()))
-        object.__setattr__(rule, "init", partial(init, numbers=numbers))
-        return rule
+        init: Any = self.rule.init
+        return replace(self.rule, init=partial(init, numbers=numbers))
 
     def likely_mistakes(self) -> list[str]:
         """Return warnings of options that are allowed, but probably a mistake."""
@@ -202,7 +197,7 @@ class OwnRule(FunctionalOptimizer):
         if not self.rule.given:
             return self._step(tree, rewrite)
         leaf_extras: list[dict[str, Any]] = [{} for _ in tree.leaves]
-        for i, p in enumerate(tree.leaves if self.rule.noise else ()):
+        for i, p in enumerate(tree.leaves if "z" in self.rule.given else ()):
             leaf_extras[i]["z"] = cast(Any, self).seed, state.step, i, p
         for name, extra in extras.items():
             rows, at = broadcast(name, extra, tree)
@@ -352,14 +347,11 @@ class Body(BaseOptimizer, metaclass=BodyType):
         numbers = {k: 0.5 if isinstance(x, odd) else x for k, x in numbers.items()}
         making = Making(cls, numbers, fixed)
         tried = cls.at_definition or not cls._name
-        rule = making.rule(tried)
         # The package's sources are in the keys of the store.
         home = next(x for x in cls.__mro__ if x.__module__.startswith("optimi_func."))
         same = _new_names(cls, home).isdisjoint(dir(home))
-        if same and getattr(home, "compiles_whole", False):
-            text = repr((home.__module__, home.__qualname__, rule.digest, fixed))
-            digest = sha256(text.encode()).hexdigest()
-            object.__setattr__(rule, "whole_digest", digest)
+        compiled = same and getattr(home, "compiles_whole", False)
+        rule = making.rule(tried, (home.__module__, home.__qualname__) if compiled else ())
         if tried:
             again = Making(cls, numbers, fixed)
             again.rule(tried=False)

@@ -13,7 +13,7 @@ from numbers import Real
 from pathlib import Path
 from traceback import walk_stack, walk_tb
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 
 import torch
 from torch import Tensor, fx
@@ -621,3 +621,49 @@ def check_elementwise(
     nodes = [*nodes[:count], *nodes[-1].args[0]]
     views = {i: memory[x] for i, x in enumerate(at)}
     return {i: j for i, j in views.items() if nodes[j] is not nodes[count + i]}
+
+
+@overload  # What follows takes scalars and tensors alike, in the methods of a rule.
+def where(condition: bool | Tensor, yes: Tensor, no: Tensor) -> Tensor: ...
+@overload
+def where(condition: Tensor, yes: Scalar, no: Scalar) -> Tensor: ...
+@overload
+def where(condition: bool | Tensor, yes: Scalar, no: Scalar) -> Scalar: ...
+def where(condition: bool | Tensor, yes: Scalar, no: Scalar) -> Scalar:
+    """Return torch.where, also for a condition that is a bool."""
+    if isinstance(condition, bool):
+        return yes if condition else no
+    return torch.where(condition, yes, no)
+
+
+def rounded(x: Scalar, like: Tensor | None = None) -> Scalar:
+    """Return a scalar as tensors take it, rounded to their dtype.
+
+    Scalar work is done in double precision, before the step. What is done with the result
+    of `rounded` is done with the tensors, and rounded as they are. `whole` gives it a
+    tensor, where a scalar meets another that is computed of tensors, as a norm.
+    """
+    if like is not None:
+        return x.to(like.dtype) if isinstance(x, Tensor) else x
+    return _stand_in(math.rounded, x) if isinstance(x, Traced) else x
+
+
+@overload
+def root(v: Tensor) -> Tensor: ...
+@overload
+def root(v: Scalar) -> Scalar: ...
+def root(v: Scalar) -> Scalar:
+    """Return sqrt(v), elementwise, with a finite derivative at 0."""
+    if isinstance(v, Traced):
+        return _stand_in(math.root, v)
+    return math.root(v) if isinstance(v, Tensor) else math.sqrt(v)
+
+
+def is_zero(v: Tensor) -> Tensor:
+    """Return True where a square or a mean of squares is 0 to `root`, elementwise."""
+    return _stand_in(math.is_zero, v) if isinstance(v, Traced) else math.is_zero(v)
+
+
+def _stand_in(fn: Callable[..., object], x: Any) -> Any:
+    """Return the stand-in of fn's result, given that of its argument."""
+    return x.tracer.create_proxy("call_function", fn, (x,), {})

@@ -321,17 +321,14 @@ class Making:
             self._try(method, graph, now[:n])
         # The coefficients of a further part of a gradient, which choose another kernel.
         further: Any = namedtuple("Further", [*now._fields, "further"])  # pyright: ignore[reportUntypedNamedTuple]
-        init, whole = (
-            self._init(),
-            self._whole(repr((*home, digest, self.statics)) if home else ""),
-        )
+        whole = self._whole(repr((*home, digest, self.statics)) if home else "")
         # Whose kernel all rules share that map the gradient.
         alone = results[0].node is self.given["g"].node and not (self.count or advanced)
         plain = whole is not None and alone and not self.more
         return Rule(
             name=cls._name or self.name,
             state=kind,
-            init=init,
+            init=(init := self._init()),
             coeffs=coeffs,
             direction=along_gradient if plain else self._direction(further),
             after=self._after(due) if "after" in run else None,
@@ -697,15 +694,13 @@ class Making:
         explicit, named = self.explicit, self.named
         nodes = self.trace.needed([*self.trace.coeffs, *[x.node for x in more]])
         takes = {*self.names("coeffs"), *self.names("whole")}
-        rates = [x for x in RATES if self.scalars[x].node in nodes or x in takes]
-        # Methods that are not traced may read any.
-        reads = {*self.scalars}
-        if not self.untraced:
-            leaves = {x: pytree.tree_leaves(self.scalars[x]) for x in reads}
-            reads = {x for x in reads if not nodes.isdisjoint([y.node for y in leaves[x]])}
-        names = [x for x in self.scalars if (x in reads if x not in RATES else x in rates)]
+        if self.untraced:  # these methods may read any number
+            takes |= {*self.scalars} - {*RATES}
+        leaves = {k: pytree.tree_leaves(x) for k, x in self.scalars.items()}
+        read = {k for k, xs in leaves.items() if nodes & {x.node for x in xs}}
         # `Rule.coeffs` of rules with running scalars is given lr besides.
-        names = [x for x in names if x != "lr" or not running._fields]
+        beside = {"lr"} if running._fields else set[str]()
+        names = [x for x in self.scalars if x in (read | takes) - beside]
         scalars = [self.scalars[x] for x in names]
         scalars += [self.scalars["lr"]] if running._fields else []
         scalars = pytree.tree_leaves(scalars)
@@ -719,16 +714,17 @@ class Making:
         )
 
         def coeffs(t: Any, *before: Any, **given: Any) -> Any:
-            values = [t]
+            values, r = [t], ()
             for name in names:
                 x = given[name]
                 # One of several numbers may be None, for `whole`.
                 several = isinstance(x, tuple | list)
                 values += [0.0 if y is None else y for y in x] if several else [x]
-            lr, r = ([before[0]], before[1]) if before else ([], ())
-            given |= dict.fromkeys(["lr"] * len(lr), *lr)
+            if before:
+                given["lr"], r = before
+                values.append(given["lr"])
             _, c = explicit(t, r, given, named) if explicit else ((), {})
-            outputs = host(*values, *lr, *r, *[c[name] for name in named])
+            outputs = host(*values, *r, *[c[name] for name in named])
             now = kind(*outputs[:n])
             if mapped is not None:
                 own = [given[x] for x in mapped]

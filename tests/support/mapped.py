@@ -42,7 +42,11 @@ def whole(d: Tensor, x: Tensor, fields: Any, c: Coeffs) -> Any:
 
 
 mapped_rule: Rule = Rule(
-    *("mapped", State, init, lambda t: Coeffs(0.9), direction),
+    name="mapped",
+    state=State,
+    init=init,
+    coeffs=lambda t: Coeffs(0.9),
+    direction=direction,
     whole=Whole(whole, ("row_avg", "sides")),
     accumulate=lambda c: c._replace(beta=1.0),
     reads_param=True,

@@ -122,62 +122,89 @@ def MuonAdamW(  # noqa: D417
     adamw  4      0.bias
     adamw  3      2.bias
     """
+    model = _checked(model)
+    own = dict(momentum=momentum, nesterov=nesterov, ns_dtype=ns_dtype, ns_steps=ns_steps)
+    own |= dict(ns_coefficients=ns_coefficients, adjust_lr_fn=adjust_lr_fn)
+    shared = dict(decouple_lr=decouple_lr, maximize=maximize, cautious=cautious)
+    shared |= dict(cautious_decay=cautious_decay, corrected_decay=corrected_decay)
+    matrices = muon if row_beta is None else partial(normuon, row_beta=row_beta)
+    of_adamw = partial(adamw, betas=betas, eps=eps, **shared)
+    second_lr = lr if adamw_lr is None else adamw_lr
+    decay = weight_decay if adamw_weight_decay is None else adamw_weight_decay
+    # Of each kind: see `_kinds`.
+    rules = [(partial(matrices, **own, **shared), lr, weight_decay)]
+    rules += [(of_adamw, second_lr, decay), (of_adamw, second_lr, 0.0)]
+    hidden = hidden_matrices(model, exclude=exclude, include=include)
+    kinds = _kinds(model, hidden, lr_multipliers, split, adamw_weight_decay is not None)
+    made = partial(_made, lr, max_lr)
+    parts = [(Named(names), made(*rules[kind[0]], *kind)) for kind, names in kinds]
+    _tell(model, hidden)
+    return Mixed(model.named_parameters(), *parts, **options)
+
+
+def _checked(model: object) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"MuonAdamW got a {type(model).__name__}: allowed is a module, because its "
             "layers say what is a matrix. Make a Mixed of named parameters. Pass "
             "transformers optimizer_cls_and_kwargs=(lambda: MuonAdamW, {...})"
         )
-    own = dict(momentum=momentum, nesterov=nesterov, ns_dtype=ns_dtype)
-    own |= dict(ns_coefficients=ns_coefficients, adjust_lr_fn=adjust_lr_fn)
-    shared = dict(decouple_lr=decouple_lr, maximize=maximize)
-    shared |= dict(cautious_decay=cautious_decay, corrected_decay=corrected_decay)
-    matrices = muon if row_beta is None else partial(normuon, row_beta=row_beta)
-    of_muon = partial(matrices, ns_steps=ns_steps, cautious=cautious, **own, **shared)
-    of_adamw = partial(adamw, betas=betas, eps=eps, cautious=cautious, **shared)
-    second_lr = lr if adamw_lr is None else adamw_lr
+    return model
 
-    def made(
-        rule: Callable[..., FunctionalOptimizer], rate: float, factor: float, **more: object
-    ) -> FunctionalOptimizer:
-        scale = factor if rate is lr or not lr else factor * rate / lr
-        most = max_lr if max_lr is None or scale == 1 else max_lr * scale
-        return rule(lr=rate if factor == 1 else rate * factor, max_lr=most, **more)
 
-    hidden = hidden_matrices(model, exclude=exclude, include=include)
+def _kinds(
+    model: nn.Module,
+    hidden: "HiddenMatrices",
+    multipliers: Mapping[str, float] | None,
+    split: Mapping[str, object] | None,
+    all_decay: bool,
+) -> list[tuple[tuple[int, object, float], list[str]]]:
+    """Return names by kind, split and factor on lr, which are the parts.
+
+    The kinds are 0 for Muon's, 1 for AdamW's that decay, and 2 for the others.
+    """
     params = dict(model.named_parameters())
     matrix = [name for name, p in params.items() if hidden(name, p)]
-    factors = _by_pattern("lr_multipliers", lr_multipliers, list(params), 1.0)
+    factors = _by_pattern("lr_multipliers", multipliers, list(params), 1.0)
     parts_of = _by_pattern("split", split, matrix, None)
     tables = [m for m in model.modules() if isinstance(m, EMBEDDINGS)]
     tied = {id(p) for table in tables for p in table.parameters()}
-    # Parameters of one kind, decay, split and factor are a part, Muon's before AdamW's.
     kinds: dict[tuple[int, object, float], list[str]] = {}
     for name, p in params.items():
         weight = p.dim() > 1 and id(p) not in tied and "weight" in name.split(".")[-1]
-        decays = adamw_weight_decay is not None or weight
         rows = parts_of.get(name)
         rows = tuple(rows) if isinstance(rows, list) else rows
-        kind = 0 if name in parts_of else 2 - decays
+        kind = 0 if name in parts_of else 2 - (all_decay or weight)
         kinds.setdefault((kind, rows, factors[name]), []).append(name)
-    parts: list[tuple[Named, FunctionalOptimizer]] = []
-    for kind, rows, factor in sorted(kinds, key=lambda key: key[0]):
-        names = kinds[kind, rows, factor]
-        check_number("multiplier of lr", "lr_multipliers", factor)
-        if kind == 0:
-            value = made(of_muon, lr, factor, weight_decay=weight_decay, split=rows)
-        else:
-            usual = weight_decay if adamw_weight_decay is None else adamw_weight_decay
-            decay = usual if kind == 1 else 0.0
-            value = made(of_adamw, second_lr, factor, weight_decay=decay)
-        parts.append((Named(names), value))
-    if not any(params[name].requires_grad for name in matrix):
+    return sorted(kinds.items(), key=lambda item: item[0][0])
+
+
+def _made(
+    lr: float,
+    max_lr: float | None,
+    rule: Callable[..., FunctionalOptimizer],
+    rate: float,
+    decay: float,
+    kind: int,
+    rows: object,
+    factor: float,
+) -> FunctionalOptimizer:
+    """Return the value of a part, whose lr is that of its rule times a factor."""
+    check_number("multiplier of lr", "lr_multipliers", factor)
+    scale = factor if rate is lr or not lr else factor * rate / lr
+    most = max_lr if max_lr is None or scale == 1 else max_lr * scale
+    rate, split = rate if factor == 1 else rate * factor, {"split": rows}
+    return rule(lr=rate, max_lr=most, weight_decay=decay, **({} if kind else split))
+
+
+def _tell(model: nn.Module, hidden: "HiddenMatrices") -> None:
+    """Log which parameter is what. Raise if Muon has none to train."""
+    if not any([p.requires_grad and hidden(n, p) for n, p in model.named_parameters()]):
         raise ValueError(
             f"MuonAdamW: hidden_matrices selects no parameter to train.\n{hidden}"
         )
     for line in str(hidden).splitlines():
         _log.info("MuonAdamW: %s", line)
-    return Mixed(params.items(), *parts, **options)
 
 
 def NorMuonAdamW(  # noqa: D417

@@ -202,7 +202,7 @@ class _Check:
         yield "results apart", 0.0, lambda: (self.pure(zeros=True), self.pure())
         if reference is not None:
             yield "reference", 1e-9, lambda: (self.pure(), self._loop(reference))
-        if rule.whole is rule.means is rule.measure is None and not rule.noise:
+        if rule.whole is rule.means is rule.measure is None and "z" not in rule.given:
             yield "elementwise", 1e-12, self._halves
         yield "vmap", 1e-9, self._members
         yield "derivatives", 1e-4, self._slopes

@@ -1,7 +1,7 @@
 """Reference pages whose names are those of the optimizers: classes, values, functions.
 
 mkdocstrings reads the source; the functions of an optimizer are made when the package is
-imported (`classes/forms.py`), so that their signatures are written here.
+imported (`rules/body.py`), so that their signatures are written here.
 """
 
 import inspect

@@ -6,27 +6,34 @@ a compensation, `kahan_comp`.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, InitVar
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import KW_ONLY, InitVar, dataclass
 from difflib import get_close_matches
 from functools import partial, wraps
-from itertools import chain
-from operator import attrgetter, is_
-from typing import Any, ClassVar, Literal, ParamSpec, TypedDict, TypeVar
+from itertools import chain, product
+from operator import attrgetter, is_, itemgetter
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, ParamSpec, TypeAlias, TypedDict, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.utils import _pytree as pytree
 
-from optimi_func.classes.copies import Work, check_unscaled, finite_works
-from optimi_func.classes.extras import check_runs, found_extras
 from optimi_func.classes.fields import Closure, Fields, Float, Params
 from optimi_func.classes.groups import (
+    EXECUTORS,
     TORCHS,
+    UNSCHEDULED,
+    aligned,
+    as_scalar,
+    check_capture,
     check_modes,
     check_numbers,
     check_skip,
     executor_of,
     likely_mistakes,
+    names_of,
     normalize_group,
     number_defaults,
     path_of,
@@ -34,26 +41,81 @@ from optimi_func.classes.groups import (
     take_torchs_decay,
     warn_of_torchs_order,
 )
-from optimi_func.classes.step import Steps
 from optimi_func.core.checks import (
     bind_call,
     check_accumulates,
+    check_grad,
+    check_moves_state,
     check_no_module,
+    check_process_group,
     check_taken,
+    shown,
     warn,
     warn_user,
 )
+from optimi_func.core.distributed import (
+    all_finite,
+    any_distributed,
+    comparable,
+    is_distributed,
+    same_placements,
+    to_local,
+)
+from optimi_func.core.leaf import (
+    compute_dtype,
+    held_dtype,
+    init_leaf,
+    leaf_step,
+    microbatch_scalars,
+    whole_means,
+)
+from optimi_func.core.owners import Holders, agree, holders_of
 from optimi_func.core.removed import Removed
-from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Scalar, StorageLike
-from optimi_func.core.storage import group_storage
-from optimi_func.core.torch_private import between_graphs, unwrapped, watched_if_needed
+from optimi_func.core.rule import (
+    WHOLE_BATCH,
+    Leaf,
+    Microbatch,
+    Named,
+    Rule,
+    Scalar,
+    Scalars,
+    Storage,
+    StorageLike,
+)
+from optimi_func.core.storage import group_storage, state_in
+from optimi_func.core.torch_private import (
+    between_graphs,
+    has_memory,
+    unwrapped,
+    watched_if_needed,
+)
+from optimi_func.execution.counts import write_scalar
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.sums import Part
+from optimi_func.execution.plans import ClassPlan
+from optimi_func.execution.scalars import Packed, pack, scalars_after
+from optimi_func.execution.sums import Part, Unit, join, write_running
+from optimi_func.execution.tensors import flat_leaf, is_capturing, uncollected
+from optimi_func.pure.casts import PLAIN
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.state.convert import Entry, Group
+from optimi_func.state.checkpoints import Checkpoints
+from optimi_func.state.convert import Entry, Group, Match, renamed
 from optimi_func.state.entry import ensure_state, insert_made, wants_state_alone
+from optimi_func.state.stored import begin, mask_like, rows_of
+from optimi_func.transforms._trees import keys_of
 from optimi_func.transforms.gradients import GradientTransform
 
+# A group, some of its parameters, their gradients, and what each is to its step.
+Work: TypeAlias = tuple[Group, list[Tensor], list[Tensor], list[Microbatch] | None]
+_version = attrgetter("_version")
+Write = tuple[Tensor, Scalar, Tensor | None]  # a target, its value, and if it is written
+KEY = "transforms"
+_WHOLE = WHOLE_BATCH.grad_scale
+_ZERO = torch.zeros((), device="cpu")
+# Plans that are kept, besides one for each parameter. If lists of parameters never come
+# again, as with experts, the oldest plans are dropped.
+_LISTS = 32
+_asked = itemgetter("storage", "kahan_sum", "state_dtype")
+_on_host, _is_cuda = attrgetter("on_host"), attrgetter("is_cuda")
 P = ParamSpec("P")
 T = TypeVar("T")
 _grad, _is_none = attrgetter("grad"), partial(is_, None)
@@ -61,7 +123,15 @@ _grad, _is_none = attrgetter("grad"), partial(is_, None)
 POSITIONAL = ("kahan_sum", "foreach", "triton", "gradient_release")
 
 
-class BaseOptimizer(Fields, Steps):
+@dataclass(slots=True)
+class Row:
+    """A parameter in a step: its gradient, and the flag that says if it is written."""
+
+    g: Tensor | None
+    flag: Tensor | None
+
+
+class BaseOptimizer(Fields, Checkpoints):
     """Base class of all optimizers: `step` over param groups, state, loading, checks.
 
     A subclass declares its hyperparameters as fields and sets `factory`, the pure optimizer
@@ -130,10 +200,19 @@ class BaseOptimizer(Fields, Steps):
     corrected_decay: InitVar[bool] = False
     cautious: InitVar[bool] = False
     skip_nonfinite: InitVar[Literal["step", False]] = False
-    process_group: InitVar["torch.distributed.ProcessGroup | None"] = None
+    process_group: "torch.distributed.ProcessGroup | None" = None
     transforms: InitVar[Sequence[GradientTransform]] = ()
 
     _positional = ("decouple_lr", "max_lr", *POSITIONAL)
+
+    factory: ClassVar[Callable[..., FunctionalOptimizer]]
+    rewriters = ()
+    # Of a step; None if no rule takes any.
+    extras = None
+    given = MappingProxyType[str, dict[Tensor, Tensor]]({})  # by `give`
+    # What a loss scaler may set: not 0 leaves a step out, and the factor of all gradients.
+    found_inf: ClassVar[Tensor | None] = None
+    grad_scale: ClassVar[Tensor | None] = None
 
     def __init_subclass__(cls) -> None:
         """Make the constructor, and read `keywords` from the factory's signature."""
@@ -479,6 +558,683 @@ class BaseOptimizer(Fields, Steps):
         super().__setstate__(state)
         self._clear_caches()
 
+    def give(self, **extras: object) -> None:
+        """Give extras to the steps to come, until others take their place.
+
+        Gradient release takes no others. `step` takes its own before these. They are not
+        saved: after loading a checkpoint give them again.
+
+        Args:
+            **extras: As those of `step`, for each trainable parameter.
+
+        Raises:
+            TypeError, ValueError: Extras that do not fit; the former ones stay then.
+        """
+        self.given = found_extras(self, extras, every=True)
+
+    def _check_group(self) -> None:
+        """Raise if there is nothing that a process_group could divide."""
+        rules = self.rules() if self.process_group is not None else []
+        if rules and all(rule.whole is None for rule in rules):
+            raise ValueError(
+                f"process_group= with {rules[0].name}, which maps no matrices that could "
+                "be divided: omit it. To divide states, make the optimizer by "
+                "torch.distributed.optim.ZeroRedundancyOptimizer"
+            )
+
+    def _note_idle(self, params: list[Tensor]) -> None:
+        """Warn at the second step of a distributed run if none of params has stepped."""
+        trained = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
+        alone = not (distributed.is_available() and distributed.is_initialized())
+        if alone or params or any_distributed(trained):
+            self._idle = 3  # from now on it is no mistake, as of an actor that waits
+        elif trained:
+            self._idle += 1
+        if self._idle == 2:
+            warn_user(
+                f"{type(self).__name__} has taken two steps, and none of its "
+                f"{len(trained)} trainable parameters "
+                f"({path_of(self.group_of(trained[0]), trained[0])}, ...) has had a "
+                "gradient. fully_shard and parallelize_module replace a model's "
+                "parameters: make the optimizer after them"
+            )
+
+    def holders_of(self, group: Group, p: Tensor, name: object = "") -> Holders | None:
+        """Return the processes that divide the map of p, or None if one maps it alone."""
+        if self.rule_of(group).whole is None:
+            return None
+        return holders_of(p, name, self.process_group)
+
+    def numbers(
+        self, of_device: Callable[[Tensor], object] = _version, only: Container[int] = ()
+    ) -> dict[str, object]:
+        """Return groups' hyperparameters, to compare; `only` are the ids of some groups."""
+        return {
+            f"{name} of param group {i}": comparable(group[name], of_device)
+            for i, group in enumerate(self.param_groups)
+            if not only or id(group) in only
+            for name in self._factory_of(group)[1]
+        }
+
+    def _facts(self, divided: Container[int], works: list[Work]) -> dict[str, object]:
+        """Return what processes compare before they step: numbers of the divided groups.
+
+        Copies have every parameter, number and gradient in common, and equal weights.
+        """
+        if self.process_group is None:
+            return self.numbers(type, divided)
+        facts = self.numbers(type)
+        for i, (group, params, _, _) in enumerate(works):
+            # Those of divided groups are in `agree`'s message by name.
+            if id(group) not in divided and len(params) < len(group["params"]):
+                names = [str(path_of(group, p)) for p in params]
+                facts[f"parameters with gradients of param group {i}"] = names
+        if not self._has_stepped:
+            params = [p.detach() for group in self.param_groups for p in group["params"]]
+            plain = to_local([p for p in params if p.numel() and not is_distributed(p)])
+            hashes = [str(torch.hash_tensor(p)) for p in plain]
+            facts["hashes of parameters, which process_group= says are copies"] = hashes
+        return facts
+
+    def _take_options(self, options: Group) -> None:
+        """Take process_group and transforms out of the options, and check them."""
+        self.process_group = check_process_group(options.pop("process_group", None))
+        given, self._told = options.pop(KEY, ()), {}
+        items = [*given] if isinstance(given, Iterable) else [given]
+        for x in items:
+            if x is ...:
+                raise TypeError(
+                    "transforms got ...: allowed are transforms of gradients. Updates are "
+                    "rewritten in the pure API: chain(a, optimizer, b)"
+                )
+            if not isinstance(x, GradientTransform):
+                raise TypeError(
+                    f"transforms got {x!r}: allowed are gradient transforms such as "
+                    "clip_param_norm(1.0). EMA(optimizer, decay) averages parameters"
+                )
+        self.rewriters = tuple(items)
+        for i, x in enumerate(self.rewriters) if options.get("gradient_release") else ():
+            needed = [name for name, is_needed in _extras_of(x).items() if is_needed]
+            if needed or not x.by_parameter:
+                why = f"takes {needed[0]!r} of step()" if needed else "is not by_parameter"
+                name = self._name_of(i)
+                raise ValueError(
+                    f"gradient_release=True with {name}, which {why}: omit one"
+                )
+
+    def _name_of(self, i: int) -> str:
+        fn = self.rewriters[i].rewrite
+        return f"{KEY}[{i}], {getattr(fn, '__qualname__', fn)}"
+
+    def _check_whole(self, whole: bool) -> None:
+        if self.rewriters and not whole:
+            raise RuntimeError(
+                "transforms= with accumulation='states' or optimizer_accumulation=True: "
+                "they need a step's whole gradient. Allowed is accumulation='buffer'"
+            )
+
+    def refuse_transforms(self, what: str) -> None:
+        """Raise if there are transforms, which a result would lose."""
+        if self.rewriters:
+            raise ValueError(f"{what} with transforms=, which it would lose: omit one")
+
+    def _tell_transforms(self, extras: dict[str, object]) -> dict[str, object]:
+        """Keep the extras that transforms take, and return those of the rules."""
+        names = {*chain.from_iterable(map(_extras_of, self.rewriters))}
+        self._told = {k: x for k, x in extras.items() if k in names}
+        of_rules = {*chain.from_iterable([rule.extras for rule in self.rules()])}
+        return {k: x for k, x in extras.items() if k not in names or k in of_rules}
+
+    # What transforms keep, by name, in `state[p]` or, for all, in the first group.
+
+    def _fresh(self, p: Tensor | None, *only: int) -> dict[str, Tensor]:
+        """Return what transforms of a parameter, or (None) of all, keep at first."""
+        tensors: dict[str, Tensor] = {}
+        groups = self.param_groups if p is None else ()
+        every = [p.detach() for group in groups for p in group["params"]]
+        for i, x in enumerate(self.rewriters):
+            if x.by_parameter is (p is None) or i not in (only or (i,)):
+                continue
+            with torch.no_grad():
+                tree = x.init(every if p is None else p.detach())
+                rows, spec = pytree.tree_flatten_with_path(tree)
+                first = [KEY, str(i)][p is None :]
+                names = [".".join((*first, *keys_of(path))) for path, _ in rows]
+                if odd := [y for _, y in rows if not isinstance(y, Tensor)]:
+                    raise TypeError(f"init of {self._name_of(i)} returned {odd[0]!r}")
+                # Parameters, and what is kept, are written in place.
+                tensors |= {name: y.clone() for name, (_, y) in zip(names, rows)}
+            self._layouts[i, p] = names, spec
+        return tensors
+
+    def _layout(self, i: int, p: Tensor | None) -> tuple[list[str], pytree.TreeSpec]:
+        if (i, p) not in self._layouts:
+            self._fresh(p)
+        return self._layouts[i, p]
+
+    def _ensure(self, group: Group, p: Tensor, made: dict[Tensor, Entry]) -> None:
+        """Make what transforms keep of a parameter, with its state, if it is missing."""
+        known = self.state.get(p, {})
+        places = [i for i, x in enumerate(self.rewriters) if x.by_parameter]
+        lack = [i for i in places if not known.keys() >= {*self._layout(i, p)[0]}]
+        if lack:
+            how = self.rule_of(group), group_storage(group), group["capturable"]
+            entry = ensure_state(self.state, made, path_of(group, p), p, *how)
+            made[p] = {**entry, **self._fresh(p, *lack)}
+
+    def _common(self) -> dict[str, Tensor]:
+        """Return what transforms of all parameters keep, made if it is missing."""
+        group = self.param_groups[0]
+        if all([x.by_parameter for x in self.rewriters]):
+            return {}
+        if KEY not in group:
+            home = self._first_param().device if group["capturable"] else "cpu"
+            group[KEY] = {"step": torch.zeros((), device=home), **self._fresh(None)}
+        return group[KEY]
+
+    def _kept_of(self, p: Tensor) -> list[str]:
+        """Return the names of what transforms keep of a parameter."""
+        return [k for k in self.state.get(p, {}) if str(k).startswith(f"{KEY}.")]
+
+    # A step.
+
+    def _rewritten(
+        self, works: list[Work], write: bool, made: dict[Tensor, Entry]
+    ) -> tuple[list[Work], list[Write]]:
+        """Return a step with rewritten gradients, and what is written besides."""
+        rows, writes = dict[Tensor, Row](), list[Write]()
+        for group, params, grads, batches in works:
+            for p, g, m in zip(params, grads, batches or [WHOLE_BATCH] * len(params)):
+                self._check_whole(write and not m.accumulate)
+                check_grad(path_of(group, p), p, g)
+                g = g if m.grad_scale is _WHOLE else g * m.grad_scale
+                rows[p] = Row(g.to(held_dtype(p.dtype, g.dtype)).resolve_conj(), m.finite)
+                self._ensure(group, p, made)
+        if rows:
+            self._run(rows, made, writes)
+            if (step := self._common().get("step")) is not None:
+                writes.append((step, step + 1.0, next(iter(rows.values())).flag))
+        rewritten: list[Work] = []
+        for group, params, _, batches in works:
+            at = [i for i, p in enumerate(params) if rows[p].g is not None]
+            its = batches and [batches[i]._replace(grad_scale=_WHOLE) for i in at]
+            present = [params[i] for i in at]
+            grads = [g for p in present if (g := rows[p].g) is not None]
+            rewritten.append((group, present, grads, its))
+        return rewritten, writes
+
+    def _run(
+        self, rows: dict[Tensor, Row], made: dict[Tensor, Entry], writes: list[Write]
+    ) -> None:
+        """Rewrite the gradients of rows."""
+        paths = names_of(self.param_groups)
+        absent = Row(None, next(iter(rows.values())).flag)
+
+        def rewrite(
+            i: int, ps: list[Tensor], entry: Entry, of: Tensor | None, step: Tensor
+        ) -> None:
+            transform, (names, spec) = self.rewriters[i], self._layout(i, of)
+            picked, xs = [rows.get(p, absent) for p in ps], [p.detach() for p in ps]
+            if "params" in transform.takes:
+                xs = [x.to(held_dtype(x.dtype)) for x in xs]
+            extras = {**self._told, "params": xs, "paths": [paths[p] for p in ps]}
+            state = pytree.tree_unflatten([entry[name] for name in names], spec)
+            inputs = [row.g for row in picked], state, step, extras
+            new, after = transform.run(i, *inputs)
+            for row, g in zip(picked, new):
+                row.g = None if row is absent else g
+            fields = zip(names, pytree.tree_leaves(after))
+            writes.extend([(entry[name], x, picked[0].flag) for name, x in fields])
+
+        with kernel_context(next(iter(rows)).device):
+            for i, transform in enumerate(self.rewriters):
+                if not transform.by_parameter:
+                    common = self._common()
+                    rewrite(i, [*paths], common, None, common["step"])
+                    continue
+                turns: dict[object, tuple[list[Tensor], Entry, Tensor]] = {}
+                for p in [p for p, row in rows.items() if row.g is not None]:
+                    entry: Entry = made.get(p) or self.state.get(p, {})
+                    step = entry.get("step", _ZERO)
+                    # One call for all that keep nothing and have taken as many steps.
+                    alone = self._layout(i, p)[0] or step.device.type != "cpu"
+                    key = p if alone else float(step)
+                    turns.setdefault(key, ([], entry, step))[0].append(p)
+                for ps, entry, step in turns.values():
+                    rewrite(i, ps, entry, ps[0], step)
+
+    def _by_leaf(
+        self, work: Work, write: bool, count: bool, made: dict[Tensor, Entry]
+    ) -> Callable[[], None]:
+        """Compute an update of meta or fake tensors, and return what writes it."""
+        group, params, grads, batches = work
+        bound, writes = self.bound_of(group, params, group["capturable"]), list[Write]()
+        rule, names = bound.rule, ("step", *bound.rule.running._fields)
+        how = bound.starting_rule, group_storage(group), group["capturable"]
+        batches = batches or [WHOLE_BATCH] * len(params)
+        paths = [path_of(group, p) for p in params]
+        for path, p, g in zip(paths, params, grads):
+            check_grad(path, p, g)
+        entries = [
+            ensure_state(self.state, made, path, p, *how) for path, p in zip(paths, params)
+        ]
+        tensors = [[entry[name] for name in names] for entry in entries]
+        counts = [(x, y) for x, *y in [list(map(_number, some)) for some in tensors]]
+        scalars, after = scalars_after(bound, counts, coded=True)
+        if rule.given:
+            every = [*range(len(params))]
+            scalars, _ = with_given(self, bound, params, scalars, counts, every)
+        for i, (p, m, entry) in enumerate(zip(params, batches, entries)):
+            leaf = Leaf(p.detach(), *state_in(rule, entry))
+            now = microbatch_scalars(rule, scalars[i], m, write)
+            with kernel_context(p.device):
+                new = leaf_step(rule, leaf, grads[i], now, write, whole_means)
+            pairs = zip(flat_leaf(leaf), flat_leaf(new))
+            writes += [(x, y, m.finite) for x, y in pairs if y is not x]
+            last = zip(tensors[i], (tensors[i][0] + 1.0, *after[i])) if count else ()
+            writes += [(x, y, m.finite) for x, y in last]
+        return partial(write_all, writes)
+
+    def _loaded(
+        self, match: Match, keep_dtypes: bool
+    ) -> tuple[list[Group], dict[Tensor, Entry]]:
+        """Return groups and entries, with what transforms keep in the right places."""
+        groups, entries = super()._loaded(match, keep_dtypes)
+        for group in groups:
+            group.pop(KEY, None)
+        saved, common = match.groups[0].get(KEY, {}), self._common()
+        common = common and {"step": common["step"], **self._fresh(None)}
+        texts = _unlike(common, saved, "param_groups[0]['transforms']")
+        if common and not texts:
+            state = {k: saved[k].to(x.device, copy=True) for k, x in common.items()}
+            groups[0][KEY] = state
+        for p, entry in entries.items():
+            state = {k: x for k, x in entry.items() if str(k).startswith(f"{KEY}.")}
+            if state or self.rewriters:
+                where = f"state{path_of(self.group_of(p), p)}"
+                texts += _unlike(self._fresh(p), state, where)
+        warn_user(texts[0]) if texts else None
+        return groups, entries
+
+    def _clear_caches(self) -> None:
+        """Make new caches, but for plans. They are not pickled."""
+        self._bound: dict[int, tuple[Any, Any]] = {}
+        self._plans: dict[object, ClassPlan] = self.__dict__.get("_plans", {})
+        self._has_stepped, self._idle = False, 0
+        self._layouts = {}
+        self._grouped: list[tuple[int, int]] = []
+        self._group_index: dict[Tensor, int] = {}
+
+    def _factory_of(
+        self, group: Group
+    ) -> tuple[Callable[..., FunctionalOptimizer], tuple[str, ...]]:
+        """Return the function that makes a group's value, and its keywords, lr first."""
+        del group
+        return type(self).factory, self.keywords
+
+    def bound_of(
+        self, group: Group, params: Sequence[Tensor] = (), capturable: bool = False
+    ) -> FunctionalOptimizer:
+        """Return the pure optimizer with a group's present hyperparameters.
+
+        It is the same object as before if none has changed. Tensors go through `as_scalar`
+        with params and capturable.
+        """
+        factory, keywords = self._factory_of(group)
+        inputs = *map(group.__getitem__, keywords), factory
+        last, bound = self._bound.get(id(group), (None, None))
+        # Values that are the same objects as before were checked before.
+        if last is not None and all(map(is_, inputs[1:], last[1:])):
+            if inputs[0] is last[0]:
+                return bound
+            if type(inputs[0]) is float:
+                bound = bound.with_lr(inputs[0])
+                self._bound[id(group)] = inputs, bound
+                return bound
+        flat = [y for x in inputs[:-1] for y in (x if isinstance(x, tuple) else (x,))]
+        plain, numbers = PLAIN.issuperset(map(type, flat)), inputs[:-1]
+        if not plain:
+            try:
+                numbers = [as_scalar(x, params, capturable) for x in numbers]
+            except RuntimeError:
+                self._check_numbers(group)
+                raise
+        for name, x in () if plain else zip(keywords, numbers):
+            if name in UNSCHEDULED and (callable(x) or isinstance(x, dict | tuple)):
+                raise TypeError(
+                    f"a group has {name}={x!r}: allowed are numbers and tensors of one "
+                    "element; for a schedule use torch.optim.lr_scheduler"
+                )
+        make = getattr(factory, "kept", factory)
+        bound = make(**renamed(dict(zip(keywords, numbers)), self._our_names))
+        # Tensors and numpy's arrays have this.
+        objects = () if plain else flat
+        mutable = any([isinstance(x, list) or hasattr(x, "__array__") for x in objects])
+        self._bound[id(group)] = None if mutable else inputs, bound
+        return bound
+
+    def _update(self, works: list[Work], write: bool, count: bool) -> dict[Tensor, Part]:
+        """Check everything, compile everything, and then write.
+
+        `works` are groups, some of their parameters, a gradient for each, and what each is
+        to its step, or None if it is the whole of it. write=False moves the state alone,
+        and count=False leaves the step counts, because the step goes on. Returns the parts
+        of sums that `finish_step` joins.
+        """
+        # First gradients make state, which joins the optimizer once nothing can fail.
+        # Written as literals: dict[Tensor, Entry]() takes a microsecond at every step.
+        made: dict[Tensor, Entry] = {}
+        rewritten: list[Write] = []
+        parts: dict[Tensor, Part] = {}
+        divided: dict[int, list[Holders]] = {}
+        runs: list[Callable[[], dict[int, Part] | None]] = []
+        on_host, where = True, None
+        if self.rewriters:
+            works, rewritten = self._rewritten(works, write, made)
+        for work in works:
+            run, host, holders = self._prepare(work, write, count, made)
+            runs.append(run)
+            on_host = on_host and host
+            if holders:
+                divided[id(work[0])] = holders
+            if where is None and work[1]:
+                where = work[1][0].device
+        if write and divided:
+            facts = self._facts(divided, works)
+            agree([x for holders in divided.values() for x in holders], facts)
+        self._has_stepped = True
+        if write and count and "step" in self.__dict__:
+            self._opt_called = True  # A scheduler asks, and release need not call `step`.
+        on_host = on_host and not rewritten
+        with nullcontext() if on_host or where is None else kernel_context(where):
+            if made:
+                insert_made(self.state, made)
+            for (_, params, _, _), run in zip(works, runs):
+                if sums := run():
+                    parts.update({params[i]: part for i, part in sums.items()})
+            if rewritten:
+                write_all(rewritten)
+        return parts
+
+    def _prepare(
+        self, work: Work, write: bool, count: bool, made: dict[Tensor, Entry]
+    ) -> tuple[Callable[[], dict[int, Part] | None], bool, list[Holders]]:
+        """Check and compile a group's update, and return the function that runs it.
+
+        The second result is True if that calls no operation of torch, so that modes such as
+        autocast do not matter. The third are the processes that divide it.
+        """
+        group, params, grads, microbatches = work
+        if not params:  # other processes may have gradients, and are told
+            idle = [self.holders_of(group, p) for p in group["params"]]
+            return lambda: None, True, [x for x in idle if x is not None]
+        if _is_cuda(params[0]) and is_capturing(params[0].device):
+            check_capture(group, params, self.state, self._factory_of(group)[1])
+        # A step that the device may skip is counted there.
+        capturable, flagged = group["capturable"], False
+        if microbatches is not None:
+            flags = [m.finite for m in microbatches]
+            capturable = capturable or any([flag is not None for flag in flags])
+            flagged = capturable and len(set(map(id, flags))) > 1
+        bound = self.bound_of(group, params, capturable)
+        if group.get("differentiable"):
+            check_modes(group)  # raises
+        if not write:
+            check_moves_state(bound.rule)
+        ids = tuple(map(id, params))
+        key = *_asked(group), capturable, flagged, *ids
+        plan, tensors = self._plans.get(key), None
+        if plan is not None and plan.rule is not bound.rule:
+            plan = None
+        if plan is not None:
+            # A tensor's hash is a call of Python.
+            alone = len(self.state) == len(ids) and tuple(map(id, self.state)) == ids
+            entries = self.state.values() if alone else map(self.state.get, params)
+            tensors = plan.current(params, list(entries))
+        if plan is None or tensors is None:
+            if not all(map(has_memory, params)):
+                return self._by_leaf(work, write, count, made), False, []
+            with uncollected(), kernel_context(params[0].device):
+                plan = self._plan(group, bound, capturable, flagged, params, made, plan)
+                tensors, plan.made = plan.made, []
+                self._keep(key, plan)
+        if plan.viewed:
+            grads = to_local(aligned(group, params, grads))
+        packed, at, after = self._scalars(
+            work, bound, plan, tensors, capturable, write, made
+        )
+        inputs = plan.columns(tensors, grads), packed, at
+
+        def check() -> None:
+            if any_distributed(grads):
+                aligned(group, params, grads)  # raises, because their parameters are none
+            for p, part, g in zip(params, inputs[0][0], grads):
+                check_grad(path_of(group, p), part, g)
+
+        launches, host = plan.launches(executor_of(group), *inputs, write, check)
+        host = host and plan.counts.native is not None and all(map(_on_host, packed))
+        # Autograd has not seen that the local shards of these were written.
+        moved = params if write and plan.viewed else []
+        run = partial(plan.run, launches, tensors, *inputs, after, moved, write, count)
+        return run, host, plan.holders
+
+    def _scalars(
+        self,
+        work: Work,
+        bound: FunctionalOptimizer,
+        plan: ClassPlan,
+        tensors: list[Any],
+        capturable: bool,
+        write: bool,
+        made: dict[Tensor, Entry],
+    ) -> tuple[list[Packed], list[int], Sequence[Named]]:
+        """Return the different scalars, the place of each parameter, and r after it."""
+        group, params, _, microbatches = work
+        counts, at = plan.counts.now(tensors), plan.counts.at
+        if bound.rule.join is not None:
+            new = [p for p in params if p in made and "step" not in self.state.get(p, {})]
+            where = params[0].device if capturable else None
+            running = self._running(bound, group, [made[p] for p in new], where)
+            counts = [(step, running) for step, _ in counts]
+        scalars, after = scalars_after(bound, counts, plan.coded)
+        if bound.rule.given:
+            scalars, at = with_given(self, bound, params, scalars, counts, at)
+        return *pack(bound.rule, scalars, at, microbatches, write), after
+
+    def _plan(
+        self,
+        group: Group,
+        bound: FunctionalOptimizer,
+        capturable: bool,
+        flagged: bool,
+        params: list[Tensor],
+        made: dict[Tensor, Entry],
+        old: ClassPlan | None,
+    ) -> ClassPlan:
+        """Return a plan, if possible of an old one. New entries are put in `made`."""
+        if old is not None and self.state and not (made or capturable):
+            # Entries that differ from checked ones in addresses: only counts are checked.
+            plan = old.moved(params, [self.state.get(p, {}) for p in params])
+            if plan and plan.counts.valid:
+                return plan
+        how = bound.starting_rule, group_storage(group), capturable
+        named = [(path_of(group, p), p) for p in params]
+        entries = [ensure_state(self.state, made, *pair, *how) for pair in named]
+        if old is not None and (plan := old.moved(params, entries)) is not None:
+            return plan
+        holders = [self.holders_of(group, p, path) for path, p in named]
+        return ClassPlan(bound.rule, capturable, flagged, params, entries, holders)
+
+    @torch.no_grad()
+    def reset(
+        self, params: Tensor | Iterable[Tensor] | None = None, rows: object = None
+    ) -> None:
+        """Set the state of parameters to its first values, as after writing to them.
+
+        Moments, step counts, running scalars and compensations begin anew, in the tensors
+        that are there and in every storage. No parameter is written to, and values that
+        other code keeps in `state[p]` stay. Running scalars that several parameters have in
+        common, as Prodigy's d, begin anew if all of these are given.
+
+        Args:
+            params: A parameter, or several. None: all.
+            rows: Indices along the first dimension of each of `params`, or a bool for each.
+                Only the state of these rows begins anew, and counts go on. None: all.
+
+        Raises:
+            ValueError: A parameter that is not the optimizer's; rows without params, out of
+                range, or of state that is not divided by rows; an open accumulation cycle.
+            TypeError: Something that is no parameter.
+            RuntimeError: In eval mode (Schedule-Free). Nothing is written if it raises.
+
+        >>> from optimi_func import SGD
+        >>> w = torch.nn.Parameter(torch.zeros(3))
+        >>> w.grad, optimizer = torch.ones(3), SGD([w], lr=1.0, momentum=0.9)
+        >>> optimizer.step()
+        >>> optimizer.reset(w, rows=[0])
+        >>> optimizer.state[w]["momentum_buffer"]
+        tensor([0., 1., 1.])
+        """
+        self.check_train_mode("reset()")
+        if self.in_cycle():
+            raise ValueError("reset() inside an accumulation cycle: end the cycle first")
+        if rows is not None and params is None:
+            raise ValueError("reset(rows=...) without params: say of which parameters")
+        every = [p for group in self.param_groups for p in group["params"]]
+        some = [params] if isinstance(params, Tensor) else params
+        targets = every if some is None else list(some)
+        works: list[tuple[Rule, Named, Tensor, Storage, Tensor | None, bool]] = []
+        made = dict[Tensor, Entry]()
+        for p in targets:
+            if not isinstance(p, Tensor):
+                raise TypeError(f"reset(params=...) got {p!r:.80}: allowed are parameters")
+            group = self.group_of(p)
+            capturable = group["capturable"]
+            bound, where = self.bound_of(group, [p], capturable), path_of(group, p)
+            rule, storage = bound.starting_rule, group_storage(group)
+            anew = None if rows is None else rows_of(rule, where, p, rows)
+            if rows is not None and (names := self._kept_of(p)):
+                raise ValueError(f"reset(rows=...) with {names[0]!r} of a transform")
+            if "step" in self.state.get(p, {}):
+                ensure_state(self.state, made, where, p, rule, storage, capturable)
+                coeffs, _ = bound.advance(1.0, rule.running())
+                units = [] if rule.join is None else self._unit_of(group)
+                together = {q for x in units for q in x["params"]} <= {*targets}
+                works.append((rule, coeffs, p, storage, anew, together))
+        insert_made(self.state, made)
+        for rule, coeffs, p, storage, anew, together in works:
+            entry, mask = self.state[p], None if anew is None else mask_like(p, anew)
+            begin(rule, coeffs, p, storage, entry, mask, anew)
+            if mask is None:
+                for name in self._kept_of(p):
+                    del entry[name]
+                entry["step"].zero_()
+                for name, x in rule.running()._asdict().items() if together else ():
+                    entry[name].fill_(x)
+        if params is None:
+            self.param_groups[0].pop("transforms", None)
+        self._join_loaded()
+
+    def in_cycle(self) -> bool:
+        """Return True if a step has taken only a part of its gradients."""
+        return self.optimizer_accumulation or any(x.accumulating for x in self.releases)
+
+    def _unit_of(self, group: Group) -> list[Group]:
+        """Return the groups that have the same running scalars, if their rule joins."""
+        return [group]
+
+    def lead_of(self, group: Group) -> Entry | None:
+        """Return the entry whose running scalars are those of a group, if one has any."""
+        params = chain.from_iterable([x["params"] for x in self._unit_of(group)])
+        return next((x for x in map(self.state.get, params) if x and "step" in x), None)
+
+    def _running(
+        self,
+        bound: FunctionalOptimizer,
+        group: Group,
+        fresh: list[Entry],
+        device: torch.device | None,
+    ) -> tuple[Scalar, ...]:
+        """Return a group's running scalars (None: as numbers), which `fresh` take over."""
+        names = bound.rule.running._fields
+        lead, host = self.lead_of(group) or fresh[0], device is None
+        for name, entry in product(names, fresh):
+            entry[name].copy_(lead[name])
+        values = tuple([lead[x].item() if host else lead[x].to(device) for x in names])
+        value = group.get(names[0], shown := lead[names[0]])
+        # The host would wait for a tensor on a device.
+        if value is not shown and (host or not isinstance(value, Tensor)):
+            _, start = bound.advance(1.0, bound.rule.running())
+            if value != (kept := shown.item() or float(start[0])):
+                raise ValueError(
+                    f"a group's {names[0]}={value!r} is computed by each step, which would "
+                    f"go on from {kept}: allowed is to read it. reset() begins anew, also "
+                    "after state.clear()"
+                )
+        return values
+
+    def finish_step(self, parts: dict[Tensor, Part], count: bool = True) -> None:
+        """End a step: join what follows from sums over parameters (see `Rule.join`).
+
+        `parts` are what `update` has returned for all parameters that stepped.
+        """
+        if not (parts and count):
+            return
+        homes = {id(self.group_of(p)) for p in parts}
+        # In the order of the groups, because all processes send the same message.
+        every = [self._unit_of(x) for x in self.param_groups if id(x) in homes]
+        units = {id(groups[0]): groups for groups in every}.values()
+        with kernel_context(next(iter(parts)).device):
+            pairs = [self._unit(groups, parts) for groups in units]
+            for (_, entries), new in zip(pairs, join([unit for unit, _ in pairs])):
+                write_running(entries, new)
+            for group in chain.from_iterable(units):
+                self._publish_running(group)
+
+    def _unit(
+        self, groups: list[Group], parts: dict[Tensor, Part]
+    ) -> tuple[Unit, list[Entry]]:
+        """Return the sums of groups, and the entries to keep what is made of them."""
+        first, lead, entries = groups[0], self.lead_of(groups[0]) or {}, list[Entry]()
+        bound = self.bound_of(first, first["params"], first["capturable"])
+        rule, values = bound.rule, [lead[name] for name in bound.rule.running._fields]
+        if not (first["capturable"] or any(map(_is_cuda, values))):
+            values = [x.item() for x in values]
+        unit = Unit(rule, *bound.advance(1.0, rule.running(*values)), [], [])
+        for p in chain.from_iterable([group["params"] for group in groups]):
+            if "step" in (entry := self.state.get(p, {})):
+                entries.append(entry)
+                leaf = partial(lambda p, entry: Leaf(p, *state_in(rule, entry)), p, entry)
+            elif p.requires_grad:  # it has had no gradient yet
+                leaf = partial(init_leaf, bound.starting_rule, p, group_storage(first))
+            else:
+                continue
+            unit.add(p, leaf, parts.get(p))
+        return unit, entries
+
+    def _publish_running(self, group: Group) -> None:
+        """Put the first of the joined running scalars into a group, under its name."""
+        bound = self.bound_of(group, group["params"], group["capturable"])
+        if bound.rule.join is not None:
+            name, lead = bound.rule.running._fields[0], self.lead_of(group)
+            _, first = bound.advance(1.0, bound.rule.running())
+            group[name] = float(first[0])
+            if lead is not None and (group["capturable"] or lead[name].is_cuda):
+                group[name] = lead[name]
+            elif lead is not None:
+                group[name] = lead[name].item() or group[name]
+
+    def _join_loaded(self) -> None:
+        for group in self.param_groups:
+            self._publish_running(group)
+
+    def _keep(self, key: object, plan: ClassPlan) -> None:
+        """Keep a plan, in the place of the oldest if there are too many."""
+        most = _LISTS + sum([len(group["params"]) for group in self.param_groups])
+        while len(self._plans) >= most:
+            self._plans.pop(next(iter(self._plans)), None)
+        self._plans[key] = plan
+
 
 class Options(TypedDict, total=False):
     """The options of every optimizer that concern how it runs and not its rule."""
@@ -494,6 +1250,176 @@ class Options(TypedDict, total=False):
     skip_nonfinite: Literal["step", False]
     process_group: "torch.distributed.ProcessGroup | None"
     transforms: Sequence[GradientTransform]
+
+
+def check_runs(group: Group, rule: Rule) -> None:
+    """Raise for options that a rule cannot honour whose steps are eager."""
+    for name in EXECUTORS if rule.eager else ():
+        if group.get(name):
+            raise TypeError(
+                f"{name}={group[name]} with {rule.name}, whose {rule.eager}: it runs "
+                f"eagerly. Allowed is {name}=False"
+            )
+
+
+def found_extras(
+    optimizer: Any, given: Mapping[str, object], every: bool = False
+) -> dict[str, dict[Tensor, Tensor]]:
+    """Return extras by name and parameter: those with a gradient, or all that take one."""
+    groups: list[Group] = optimizer.param_groups
+    rules: list[Rule] = list(map(optimizer.rule_of, groups))
+    taken = {*chain.from_iterable([rule.extras for rule in rules])}
+    if taken != {*given}:
+        raise TypeError(
+            f"step got the extras {sorted(given)}: this optimizer's direction takes "
+            f"{sorted(taken)} (extras are its arguments but g, s, t, x, z, r and c)"
+        )
+    params = [p for group in groups for p in group["params"]]
+    extras: dict[str, dict[Tensor, Tensor]] = {}
+    for name, x in given.items():
+        rows = x
+        if isinstance(x, Tensor) and x.dim() == 0:
+            rows = dict.fromkeys(params, x)
+        elif isinstance(x, Sequence) and len(x) == len(params):
+            rows = dict(zip(params, x))
+        if not isinstance(rows, Mapping):
+            raise TypeError(
+                f"{name}={shown(x)}: allowed are a 0-d tensor for all, a dict by parameter "
+                f"or by name, and a list of {len(params)}, one for each parameter"
+            )
+        extras[name] = {}
+        for group in [g for g, rule in zip(groups, rules) if name in rule.extras]:
+            names = group.get("param_names", group["params"])
+            for p, key in zip(group["params"], names):
+                if p.grad is not None or (every and p.requires_grad):
+                    value = rows.get(p, rows.get(key))
+                    extras[name][p] = _checked(name, path_of(group, p), p, value)
+    return extras
+
+
+def _checked(name: str, path: object, p: Tensor, x: object) -> Tensor:
+    if not (
+        isinstance(x, Tensor)
+        and x.shape in (p.shape, ())
+        and (x.dim() == 0 or same_placements(p, x))
+    ):
+        raise ValueError(
+            f"{name} of {path}, which takes a gradient, is {shown(x)}: allowed are tensors "
+            f"of the shape {tuple(p.shape)}, with its placements, and 0-d ones"
+        )
+    # A number in float32 would not widen by what is multiplied with it.
+    wide = torch.promote_types(x.dtype, compute_dtype(p.dtype))
+    dtype = wide if x.is_floating_point() else x.dtype
+    return to_local([x.detach()])[0].to(p.device, dtype)
+
+
+def with_given(
+    optimizer: Any,
+    bound: Any,
+    params: list[Tensor],
+    scalars: list[Scalars],
+    counts: Sequence[tuple[Scalar, Sequence[Scalar]]],
+    at: list[int],
+) -> tuple[list[Scalars], list[int]]:
+    """Return scalars of each parameter's own, with what its direction takes besides."""
+    results: list[Scalars] = []
+    places: dict[Tensor, int] = {}
+    if "z" in bound.rule.given:
+        every = chain.from_iterable([group["params"] for group in optimizer.param_groups])
+        places = {p: i for i, p in enumerate(every)}
+    extras = optimizer.extras or optimizer.given  # extras are {} outside of a step
+    for p, i in zip(params, at):
+        for name in bound.rule.extras:
+            if p not in extras.get(name, ()):
+                where = path_of(optimizer.group_of(p), p)
+                raise ValueError(
+                    f"nothing was given as {name} of {where}: allowed is to call "
+                    f"optimizer.give({name}=...) before the backward"
+                )
+        values: dict[str, object] = {name: extras[name][p] for name in bound.rule.extras}
+        if "z" in bound.rule.given:
+            values["z"] = bound.seed, counts[i][0], places[p], p
+        results.append(scalars[i]._replace(coeffs=scalars[i].coeffs._replace(**values)))
+    return results, [*range(len(params))]
+
+
+def check_unscaled(optimizer: Any) -> None:
+    """Raise if a loss scaler has set what an update within a backward cannot honour."""
+    if optimizer.found_inf is not None or optimizer.grad_scale is not None:
+        raise RuntimeError(
+            "found_inf or grad_scale with gradient release, whose updates come before the "
+            "scaler has seen all gradients: set both to None, scale no loss, and pass "
+            "skip_nonfinite= to prepare_for_gradient_release"
+        )
+
+
+def finite_works(optimizer: Any, works: list[Work]) -> list[Work]:
+    """Return the works of a step, or none if a gradient of a process is not finite.
+
+    If a group is capturable, the device decides. Skipped steps are counted. Gradients are
+    divided by a loss scaler's factor in place, as by torch's fused step.
+    """
+    if optimizer.optimizer_accumulation:
+        raise RuntimeError(
+            "skip_nonfinite='step', found_inf or grad_scale with optimizer_accumulation="
+            "True, whose steps have been taken in part before: choose one"
+        )
+    groups, grads = optimizer.param_groups, [g for work in works for g in work[2]]
+    if optimizer.releases and not grads:
+        check_unscaled(optimizer)
+    if not all(map(has_memory, grads)):
+        return works
+    every = [p for group in groups for p in group["params"]]
+    found, scale = optimizer.found_inf, optimizer.grad_scale
+    finite = torch.ones((), dtype=torch.bool) if found is None else found.reshape(()) == 0
+    if optimizer.skips_steps:
+        finite = finite & all_finite(grads, every, optimizer.process_group)
+    on_device = any(group["capturable"] for group in groups)
+    skipped = optimizer.skipped_steps
+    if not (on_device or finite):
+        optimizer.skipped_steps = skipped + 1
+        return []
+    if scale is not None:
+        for g in grads:
+            g.div_(scale)
+    if not on_device:
+        return works
+    if not isinstance(skipped, Tensor):
+        optimizer.skipped_steps = torch.full_like(finite, skipped, dtype=torch.int64)
+    optimizer.skipped_steps.add_(~finite)
+    flags = {g.device: WHOLE_BATCH._replace(finite=finite.to(g.device)) for g in grads}
+    return [(*work[:3], [flags[g.device] for g in work[2]]) for work in works]
+
+
+def _number(x: Tensor) -> Scalar:
+    # A count without memory is taken for 0.
+    return x if x.is_cuda else x.item() if has_memory(x) else 0.0
+
+
+def _extras_of(x: GradientTransform) -> dict[str, bool]:
+    known = ("params", "paths", *x.numbers)
+    return {name: needed for name, needed in x.takes.items() if name not in known}
+
+
+def _unlike(want: dict[str, Tensor], saved: Mapping[str, Tensor], where: str) -> list[str]:
+    """Return how a saved state differs. Raise for tensors of other shapes."""
+    for name, x in want.items():
+        y = saved.get(name, x)
+        if y.shape != x.shape or y.dtype != x.dtype:
+            raise ValueError(
+                f"{where}[{name!r}] is {tuple(y.shape)} of {y.dtype}, its transform keeps "
+                f"{tuple(x.shape)} of {x.dtype}"
+            )
+    lacking, unused = want.keys() - saved.keys(), saved.keys() - want.keys()
+    texts = [f"the state lacks {where}[{x!r}]: a transform begins anew" for x in lacking]
+    return texts + [f"{where}[{x!r}] is of a transform that is not here" for x in unused]
+
+
+@torch.no_grad()
+def write_all(writes: list[Write]) -> None:
+    """Write values to their targets, unless a flag is false."""
+    for x, new, flag in writes:
+        write_scalar(x, new, flag)
 
 
 def with_options(function: Callable[P, T]) -> Callable[P, T]:
@@ -519,8 +1445,6 @@ def with_options(function: Callable[P, T]) -> Callable[P, T]:
 _RUNS = {"auto": "compiled if a compiler is found", "kernels": "compiled"}
 # Caches, and what others attach: a scheduler of torch's replaces `step` by a bound wrapper,
 # which cannot be pickled.
-_LEFT = (
-    *("_bound", "_plans", "_has_stepped", "_idle", "_grouped", "_group_index"),
-    *("_versions", "holds_averages", "_layouts", "releases", "process_group"),
-    *("step", "_zero_grad_profile_name", "_opt_called"),
-)
+_CACHES = ("_bound", "_plans", "_has_stepped", "_idle", "_grouped", "_group_index")
+_HELD = ("_versions", "holds_averages", "_layouts", "releases", "process_group")
+_LEFT = (*_CACHES, *_HELD, "step", "_zero_grad_profile_name", "_opt_called")

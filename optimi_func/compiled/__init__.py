@@ -7,11 +7,11 @@ come from the `*_init` functions, which are those of the pure steps.
 """
 
 from optimi_func import functional as pure
-from optimi_func.classes.forms import InitFunction
-from optimi_func.classes.forms import compiled_functions as compiled
 from optimi_func.compiled.train_step import train_step as train_step
 from optimi_func.execution.trees import step as step
 from optimi_func.execution.trees import step_ as step_
+from optimi_func.rules.body import InitFunction
+from optimi_func.rules.body import compiled_functions as compiled
 
 adadelta_step, adadelta_step_ = compiled(pure.adadelta)
 adafactor_step, adafactor_step_ = compiled(pure.adafactor)

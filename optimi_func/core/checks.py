@@ -45,10 +45,8 @@ T = TypeVar("T")
 # A factory takes hyperparameters by name: adamw, a partial of it, the user's lambda.
 Optimizer: TypeAlias = PureOptimizer | Callable[..., PureOptimizer]
 
-_DTYPES = (
-    *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
-    *(torch.complex64, torch.complex128),
-)
+_REAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES = (*_REAL, torch.complex64, torch.complex128)
 TAKEN = {(dtype, torch.strided) for dtype in _DTYPES}  # of parameters
 IDLE_KAHAN = "kahan_sum=True has no effect: no parameter is float16 or bfloat16."
 

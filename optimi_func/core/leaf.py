@@ -132,7 +132,7 @@ def short_step(
     g = plus(times(r.grad_scale, g), r.l2, p)
     d, new, _ = rule.direction(g, given, c, *more)
     if rule.whole is not None:
-        d, found = rule.whole(d, p if more else None, state[count:], c)
+        d, found = rule.whole.map(d, p if more else None, state[count:], c)
         new = (*new[:count], *found)
     moved = p - plus(r.lr * d, r.decay, p)
     taken, fields = {id(p), *map(id, state)}, list[Tensor]()
@@ -164,7 +164,7 @@ def leaf_move(
     count = len(rule.fields)
     mapped = tuple(old[count:])
     partial_state = type(state)(*old[:count], *[None] * len(mapped))
-    if rule.noise:
+    if "z" in rule.given:
         c = c._replace(z=normal_like(x, *c.z))
     if rule.measure is not None:
         means = take_means(rule.measure.measure(g, x, partial_state, c))
@@ -175,7 +175,9 @@ def leaf_move(
     d, new, shared = rule.direction(g, partial_state, c, *more)
     if write:
         if rule.whole is not None:
-            d, new_fields = on_whole(rule.whole, d, more[0] if more else None, mapped, c)
+            d, new_fields = on_whole(
+                rule.whole.map, d, more[0] if more else None, mapped, c
+            )
             # Results share no memory with arguments.
             mapped = tuple([y.clone() if y is x else y for x, y in zip(mapped, new_fields)])
         d = _delta(rule, g, x, d, shared, c, r, take_means)

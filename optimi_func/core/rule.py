@@ -5,7 +5,7 @@ directions into deltas and adds them. All other modules decide where and when it
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import (
     Any,
     Literal,
@@ -109,6 +109,27 @@ class Measure(NamedTuple):
     settle: Callable[[list[Tensor], Tensor, Any], Any]
 
 
+class Whole(NamedTuple):
+    """The map of a whole tensor's direction, the place for what is not elementwise.
+
+    Executors gather the shards of a tensor for it.
+
+    Attributes:
+        map: `(d, x, fields, coeffs) -> (d, fields)`: maps the direction of a whole tensor,
+            in its shape and dtype, before it becomes a delta, and writes to no argument. x
+            is the parameter if the rule `reads_param`, else None.
+        fields: The names of the State's last fields, if they are the map's. `direction` is
+            given None for them, and may leave them out of its result. `init` makes them by
+            `whole_field`, in shapes of their own.
+        digest: A hash of the map and all else of the step, if the map is sums over
+            dimensions and elementwise operations, for a compiler to join; else "".
+    """
+
+    map: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
+    fields: tuple[str, ...] = ()
+    digest: str = ""
+
+
 @dataclass(frozen=True, eq=False)
 class Rule:
     """The mathematics of one optimizer, compared by identity.
@@ -132,16 +153,7 @@ class Rule:
             None if the state cannot take a gradient in parts.
         means: The means over a whole tensor that its move is divided by, or None.
         measure: The means over a whole tensor that `direction` reads, or None.
-        whole: `(d, x, fields, coeffs) -> (d, fields)`: maps the direction of a whole
-            tensor, in its shape and dtype, before it becomes a delta, and writes to no
-            argument. Executors gather the shards of a tensor for it. It is the place for
-            all operations that are not elementwise. x is the parameter if the rule
-            `reads_param`, else None.
-        whole_digest: A hash of `whole` and all else of the step, if `whole` is sums over
-            dimensions and elementwise operations, for a compiler to join; else "".
-        whole_fields: The names of the State's last fields, if they are the map's `fields`.
-            `direction` is given None for them, and may leave them out of its result.
-            `init` makes them by `whole_field`, in shapes of their own.
+        whole: The map of a whole tensor's direction, or None.
         refuses: `p -> why`: the reason to refuse a parameter, by its shape, or None.
         running: A NamedTuple of scalars of each parameter that depend on the lrs of all its
             steps; they begin as its defaults. `coeffs` advances them, and they are stored
@@ -152,10 +164,9 @@ class Rule:
         eval_point: `(x, state, coeffs) -> x`: the parameter to evaluate with, if that is
             not x, given the coefficients of the next step. Elementwise.
         reads_param: True if `direction` takes the parameter x as its fourth argument.
-        extras: The names of tensors that `direction` needs besides, as fields of Coeffs
-            that the pure step fills, and that of a class.
-        noise: True if `direction` needs standard normal numbers z. They fill the field z
-            with what `normal_like` takes.
+        given: The names of what a step has to give to each parameter's direction, as fields
+            of Coeffs: its `extras`, and "z" for standard normal numbers, which are what
+            `normal_like` takes.
         digest: A hash of all that its kernels compute. Rules with the same one share
             kernels, as those of a class that is defined again, also with other processes.
             "": it shares none.
@@ -165,10 +176,6 @@ class Rule:
         prepare: `() -> (*numbers) -> (t, lr, weight_decay, running) -> (Coeffs, running)`:
             `coeffs` for Python numbers, with what does not depend on the step computed
             once. It may raise ArithmeticError or ValueError where `coeffs` does not.
-        counted: The names of the counts of a parameter: "step", and its running scalars.
-        fields: The names of the State's fields that `direction` has.
-        given: The names of what a step has to give to each parameter's direction.
-        eager: Why its steps run operation by operation; "" if kernels can take them.
     """
 
     name: str
@@ -180,24 +187,17 @@ class Rule:
     accumulate: Callable[[Any], Any] | None = None
     means: Means | None = None
     measure: Measure | None = None
-    whole: Callable[..., tuple[Tensor, tuple[Tensor, ...]]] | None = None
-    whole_fields: tuple[str, ...] = ()
+    whole: Whole | None = None
     refuses: Callable[[Tensor], str | None] | None = None
     running: type[Named] = NoRunning
     join: Callable[..., Named] | None = None
     eval_point: Callable[..., Tensor] | None = None
     reads_param: bool = False
-    extras: tuple[str, ...] = ()
-    noise: bool = False
+    given: tuple[str, ...] = ()
     digest: str = ""
-    whole_digest: str = ""
     numbers: tuple[str, ...] = ()
     narrow: int | None = None
     prepare: Callable[[], Callable[..., Callable[..., tuple[Named, Named]]]] | None = None
-    counted: tuple[str, ...] = field(init=False)
-    fields: tuple[str, ...] = field(init=False)
-    given: tuple[str, ...] = field(init=False)
-    eager: str = field(init=False)
 
     def __post_init__(self) -> None:
         """Raise for parts that do not go together."""
@@ -205,21 +205,37 @@ class Rule:
             raise ValueError(f"{self.name}: whole goes with neither after nor means")
         if self.measure is not None and (self.whole is not None or self.join is not None):
             raise ValueError(f"{self.name}: measure goes with neither whole nor join")
-        names: tuple[str, ...] = self.state._fields
-        fields = names[: len(names) - len(self.whole_fields)]
-        object.__setattr__(self, "counted", ("step", *self.running._fields))
-        object.__setattr__(self, "fields", fields)
-        object.__setattr__(self, "given", given := (*self.extras, *["z"] * self.noise))
-        twice = "step has both measure and means" * bool(self.measure and self.means)
-        why = f"direction takes {', '.join(given)}" if given else twice
-        object.__setattr__(self, "eager", why)
-        if (*fields, *self.whole_fields) != names or (
-            self.whole_fields and self.whole is None
-        ):
+        if (*self.fields, *self.whole_fields) != (names := self.state._fields):
             raise ValueError(
-                f"{self.name}: whole_fields={self.whole_fields} are not the last of "
-                f"{names}, or there is no whole"
+                f"{self.name}: whole_fields={self.whole_fields} are not the last of {names}"
             )
+
+    @property
+    def whole_fields(self) -> tuple[str, ...]:
+        """The names of the State's fields that `whole` maps, which are its last."""
+        return () if self.whole is None else self.whole.fields
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The names of the State's fields that `direction` has."""
+        return self.state._fields[: len(self.state._fields) - len(self.whole_fields)]
+
+    @property
+    def counted(self) -> tuple[str, ...]:
+        """The names of the counts of a parameter: "step", and its running scalars."""
+        return ("step", *self.running._fields)
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """The names of tensors that a step is given for `direction`."""
+        return tuple([name for name in self.given if name != "z"])
+
+    @property
+    def eager(self) -> str:
+        """Why its steps run operation by operation; "" if kernels can take them."""
+        if self.given:
+            return f"direction takes {', '.join(self.given)}"
+        return "step has both measure and means" if self.measure and self.means else ""
 
     def advance(
         self, t: Scalar, lr: Scalar, running: Named, numbers: Mapping[str, object]
@@ -246,7 +262,11 @@ def along_gradient(g: Tensor, s: Named, c: object, *x: Tensor) -> Direction:
 
 # SGD without momentum, and the second pass of rules that map whole tensors: one kernel.
 gradient_rule = Rule(
-    *("sgd", NoState, lambda p, kept: NoState(), lambda t: NoState(), along_gradient),
+    name="sgd",
+    state=NoState,
+    init=lambda p, kept: NoState(),
+    coeffs=lambda t: NoState(),
+    direction=along_gradient,
     digest="along the gradient",
 )
 

@@ -258,8 +258,12 @@ _NO_DISPATCH = getattr(torch.Tensor, "__torch_dispatch__")  # noqa: B009
 # What a launch depends on, besides the addresses. Strides come last, because not every
 # layout has them.
 FACTS: list[Callable[[Tensor], object]] = [
-    *(type, *map(attrgetter, ("layout", "dtype", "shape", "device"))),
-    *(Tensor.is_neg, Tensor._is_zerotensor, Tensor.is_inference, Tensor.stride),
+    type,
+    *[attrgetter(name) for name in ("layout", "dtype", "shape", "device")],
+    Tensor.is_neg,
+    Tensor._is_zerotensor,
+    Tensor.is_inference,
+    Tensor.stride,
 ]
 
 

@@ -84,7 +84,8 @@ class KernelKey(NamedTuple):
     @property
     def digest(self) -> str:
         """Return the hash of all that the kernel computes, empty if there is none."""
-        return self.rule.whole_digest if self.shape else self.rule.digest
+        mapped = self.rule.whole if self.shape else None
+        return self.rule.digest if mapped is None else mapped.digest
 
 
 def has_list_kernels(device: torch.device) -> bool:

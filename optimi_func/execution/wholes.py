@@ -61,7 +61,7 @@ def elementwise(rule: Rule, directs: bool) -> Rule:
     if rule.direction is along_gradient and not rule.fields:
         rule = gradient_rule  # whatever the scalars of the map
     parts = rule.name, rule.state, rule.init, rule.coeffs, rule.direction
-    how = rule.reads_param, rule.noise, rule.digest
+    how = rule.reads_param, rule.given, rule.digest
     return _elementwise(*parts, rule.fields, *how, directs)
 
 
@@ -75,7 +75,7 @@ def _elementwise(
     direct: Callable[..., Direction],
     fields: tuple[str, ...],
     reads: bool,
-    noise: bool,
+    given: tuple[str, ...],
     digest: str,
     directs: bool,
 ) -> Rule:
@@ -91,7 +91,7 @@ def _elementwise(
     suffix = "_direction" if directs else "_moments"
     digest = digest and digest + suffix
     parts = name + suffix, kind, init, coeffs, direction
-    return Rule(*parts, reads_param=reads, noise=noise, digest=digest)
+    return Rule(*parts, reads_param=reads, given=given, digest=digest)
 
 
 class WholeLaunch(Launch):
@@ -171,8 +171,8 @@ class WholeLaunch(Launch):
         coeffs: Sequence[Named],
     ) -> None:
         """Map each direction and its fields, in place."""
-        whole = self._rule.whole
-        assert whole is not None
+        assert self._rule.whole is not None
+        whole = self._rule.whole.map
         here: list[Owned] = []
         owned: dict[tuple[object, ...], list[Owned]] = {}
 
@@ -279,7 +279,8 @@ def plan_shaped(
     If `lenient`, they take none of a map that cannot be compiled.
     """
     groups: dict[tuple[int, KernelKey], list[Update]] = {}
-    if rule.whole_digest not in ("", *_unshaped) and has_list_kernels(torch.device("cpu")):
+    assert rule.whole is not None
+    if rule.whole.digest not in ("", *_unshaped) and has_list_kernels(torch.device("cpu")):
         for u in filter(partial(_fits, rule), updates):
             groups.setdefault((u.at, _shaped_key(rule, u)), []).append(u)
     launches: list[Launch] = []
@@ -290,7 +291,7 @@ def plan_shaped(
             if not lenient:
                 raise
             if not isinstance(error, CaptureError | DispatchModeError | SwitchedOffError):
-                _unshaped.add(rule.whole_digest)
+                _unshaped.add(rule.whole.digest)
             return [], updates  # whose planner says why
         if not isinstance(run, ShapedKernel):
             continue

@@ -173,7 +173,7 @@ def _has_kernel(rule: Rule, p: Tensor, entry: Mapping[str, object], device: str)
     kinds = {x.dtype for x in entry.values() if isinstance(x, Tensor)}
     if rule.whole is not None:  # as shaped kernels take it
         plain = p.dim() in EXAMPLES and p.is_contiguous() and kinds == {torch.float32}
-        return plain and device == "cpu" and rule.whole_digest != ""
+        return plain and device == "cpu" and rule.whole.digest != ""
     coded = any(not kind.is_floating_point for kind in kinds)
     if not coded or has_list_kernels(torch.device(device)):
         return True

@@ -11,13 +11,13 @@ from optimi_func.optimizers.adan import Adan as Adan
 from optimi_func.optimizers.ademamix import AdEMAMix as AdEMAMix
 from optimi_func.optimizers.adopt import ADOPT as ADOPT
 from optimi_func.optimizers.asgd import ASGD as ASGD
-from optimi_func.optimizers.hidden import hidden_matrices as hidden_matrices
 from optimi_func.optimizers.lamb import LAMB as LAMB
 from optimi_func.optimizers.lion import Lion as Lion
 from optimi_func.optimizers.mixed import Mixed as Mixed
 from optimi_func.optimizers.muon import Muon as Muon
 from optimi_func.optimizers.muonadamw import MuonAdamW as MuonAdamW
 from optimi_func.optimizers.muonadamw import NorMuonAdamW as NorMuonAdamW
+from optimi_func.optimizers.muonadamw import hidden_matrices as hidden_matrices
 from optimi_func.optimizers.nadam import NAdam as NAdam
 from optimi_func.optimizers.normuon import NorMuon as NorMuon
 from optimi_func.optimizers.prodigy import Prodigy as Prodigy

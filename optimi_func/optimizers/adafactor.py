@@ -102,7 +102,8 @@ class Adafactor(Body, name="adafactor"):
 
     lr: Float = Float(1e-3)
     eps: Epsilons = Epsilons(
-        *(1e-30, 1e-3),
+        1e-30,
+        1e-3,
         argument=tuple[float | None, float],
         value=tuple[Number | None, Number],
     )

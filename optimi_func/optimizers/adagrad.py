@@ -5,8 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func.optimizers._coupled import Coupled
-from optimi_func.rules import Float, Wide, functions, root
+from optimi_func.rules import Coupled, Float, Wide, functions, root
 from optimi_func.state.convert import Counterparts
 
 __all__ = ["Adagrad", "adagrad", "adagrad_init", "adagrad_step"]

@@ -10,6 +10,7 @@ from optimi_func.core.rule import Scalar
 from optimi_func.rules import (
     Betas,
     Body,
+    Coupled,
     Float,
     Largest,
     Moment,
@@ -124,15 +125,13 @@ class Adam(WithLargest, name="adam"):
     """
 
     decouple_wd: bool = False
+    usual_decay = Coupled.usual_decay
 
     counterparts = Counterparts(
         in_torch=torch.optim.Adam,
         torch_names=DECAYS,
         bitsandbytes=Moments.Plain._fields,
     )
-
-    def usual_decay(self):
-        return "decoupled" if self.decouple_wd else "l2"
 
 
 class AdamW(WithLargest, name="adamw"):

@@ -5,8 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func.optimizers._coupled import Coupled
-from optimi_func.rules import Betas, Float, Moment, Wide, functions
+from optimi_func.rules import Betas, Coupled, Float, Moment, Wide, functions
 from optimi_func.state.convert import Counterparts
 
 __all__ = ["Adamax", "adamax", "adamax_init", "adamax_step"]

@@ -7,6 +7,7 @@ from torch import Tensor
 from optimi_func.rules import (
     Betas,
     Body,
+    Coupled,
     Float,
     Moment,
     Wide,
@@ -57,6 +58,7 @@ class ADOPT(Body, name="adopt"):
     weight_decay: Float = Float(0.0)
     eps: Float = Float(1e-6, "epsilon")
     decouple_wd: bool = False
+    usual_decay = Coupled.usual_decay
 
     class State(NamedTuple):
         exp_avg: Moment  # m
@@ -72,9 +74,6 @@ class ADOPT(Body, name="adopt"):
 
     def after(self, u: Tensor, s: State, t: float):
         return where(t > 1, u, 0.0), s  # 0 times a u that is not finite would be NaN
-
-    def usual_decay(self):
-        return "decoupled" if self.decouple_wd else "l2"
 
 
 State = ADOPT.State  # found by torch.load(weights_only=True)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from optimi_func.core.rule import Scalar
-from optimi_func.optimizers._coupled import Coupled
-from optimi_func.rules import Float, Wide, functions, where
+from optimi_func.rules import Coupled, Float, Wide, functions, where
 from optimi_func.state.convert import Counterparts
 
 __all__ = ["ASGD", "asgd", "asgd_init", "asgd_step"]

@@ -203,8 +203,8 @@ class Mixed(Evaluated):
                 unexpected += theirs
                 continue
             value = next(x for x in self._values if rule_name(x) == rule)
-            arguments = saved, mine, strict, match, tuple(_numbers_of(value))
-            matched = convert.find_entries(*arguments, counterparts_of(value))
+            keywords, known = tuple(_numbers_of(value)), counterparts_of(value)
+            matched = convert.find_entries(saved, mine, strict, match, keywords, known)
             for i, options, group_entries in zip(places, matched.groups, matched.entries):
                 groups[i], entries[i] = options, group_entries
             missing += matched.report.missing

@@ -6,8 +6,15 @@ import torch
 from torch import Tensor
 
 from optimi_func.core.rule import Scalar
-from optimi_func.optimizers._coupled import Coupled
-from optimi_func.rules import Betas, Float, Moment, SlowSecondMoment, functions, root
+from optimi_func.rules import (
+    Betas,
+    Coupled,
+    Float,
+    Moment,
+    SlowSecondMoment,
+    functions,
+    root,
+)
 from optimi_func.state.convert import DECAYS, Counterparts
 
 __all__ = ["NAdam", "nadam", "nadam_init", "nadam_step"]

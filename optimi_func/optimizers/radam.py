@@ -7,7 +7,7 @@ from torch import Tensor
 
 from optimi_func.core.rule import Scalar
 from optimi_func.optimizers.adam import Moments
-from optimi_func.rules import functions, where
+from optimi_func.rules import Coupled, functions, where
 from optimi_func.state.convert import DECAYS, Counterparts, Group
 
 __all__ = ["RAdam", "radam", "radam_init", "radam_step"]
@@ -77,13 +77,11 @@ class RAdam(Rectified, name="radam"):
     decouple_wd: bool = False
     _: KW_ONLY
     torch_form: bool = False
+    usual_decay = Coupled.usual_decay
 
     counterparts = Counterparts(
         in_torch=torch.optim.RAdam, torch_names=DECAYS, our_options=_our_options
     )
-
-    def usual_decay(self):
-        return "decoupled" if self.decouple_wd else "l2"
 
 
 radam, radam_init, radam_step = functions(RAdam)

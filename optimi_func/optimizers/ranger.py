@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from optimi_func.optimizers.radam import Rectified
-from optimi_func.rules import Float, Moment, SecondMoment, Wide, functions
+from optimi_func.rules import Coupled, Float, Moment, SecondMoment, Wide, functions
 from optimi_func.state.convert import Counterparts
 
 __all__ = ["Ranger", "ranger", "ranger_init", "ranger_step"]
@@ -40,6 +40,7 @@ class Ranger(Rectified, name="ranger"):
     k: Float = Float(6, "lookahead period", least=1.0, argument=int)
     alpha: Float = Float(0.5, "lookahead alpha", most=1.0)
     decouple_wd: bool = True
+    usual_decay = Coupled.usual_decay
 
     counterparts = Counterparts(optimi_names={"la_param": "slow_param"})
 
@@ -61,9 +62,6 @@ class Ranger(Rectified, name="ranger"):
     def after(self, x: Tensor, u: Tensor, s: State):
         slow = s.slow_param + self.alpha * (x + u - s.slow_param)
         return u + (slow - x - u), s._replace(slow_param=slow)
-
-    def usual_decay(self):
-        return "decoupled" if self.decouple_wd else "l2"
 
 
 State = Ranger.State  # found by torch.load(weights_only=True)

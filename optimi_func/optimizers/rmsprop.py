@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func.optimizers._coupled import Coupled
 from optimi_func.optimizers.sgd import is_on
 from optimi_func.rules import (
+    Coupled,
     Float,
     Moment,
     SecondMoment,

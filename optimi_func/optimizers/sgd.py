@@ -9,7 +9,7 @@ from torch import Tensor
 
 from optimi_func.classes.base import POSITIONAL
 from optimi_func.core.rule import NoState, Scalar
-from optimi_func.rules import Body, Float, Moment, choice, functions, where
+from optimi_func.rules import Body, Coupled, Float, Moment, choice, functions, where
 from optimi_func.state.convert import Counterparts
 
 __all__ = ["SGD", "sgd", "sgd_init", "sgd_step"]
@@ -59,6 +59,7 @@ class SGD(Body, name="sgd"):
     _: KW_ONLY
     torch_init: bool = False
     nesterov: bool = False
+    usual_decay = Coupled.usual_decay
 
     counterparts = Counterparts(
         in_torch=torch.optim.SGD,
@@ -100,9 +101,6 @@ class SGD(Body, name="sgd"):
         b = kept * s.momentum_buffer + share * g
         d = g + self.momentum * b if self.nesterov else b
         return d, s._replace(momentum_buffer=b)
-
-    def usual_decay(self):
-        return "decoupled" if self.decouple_wd else "l2"
 
     def check(self) -> None:
         if self.nesterov and (not self.averages or is_on(self.dampening)):

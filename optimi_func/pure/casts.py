@@ -125,7 +125,7 @@ class Casts:
     def allow_short_steps(self, tree: FlatTree, scalars: Scalars) -> bool:
         """Return True if `short_step` can step the leaves of a tree."""
         rule, r = self._rule, scalars.rates
-        parts = rule.after or rule.means or rule.measure or rule.noise
+        parts = rule.after or rule.means or rule.measure or "z" in rule.given
         if parts or r.cautious or r.undecayed_lr or not (self._at_once and tree.alike):
             return False
         return all([p.dtype in _WIDE for p in tree.leaves])

@@ -211,7 +211,8 @@ class FunctionalOptimizer(Kept):
         if "lr" in self.numbers:
             values["numbers"] = {**self.numbers, "lr": lr}
         if "rates_now" in values:
-            values["rates_now"] = changed.rates(lr, self.weight_decay, self.max_lr)
+            decay = cast(Scalar, self.weight_decay)
+            values["rates_now"] = changed.rates(lr, decay, self.max_lr)
         if self.needs_max_lr:
             changed._check_max_lr()
         return changed

@@ -18,36 +18,15 @@ from optimi_func.core import math
 from optimi_func.core.checks import check_number as check_number
 from optimi_func.core.distributed import whole_field
 from optimi_func.rules.body import Body as Body
+from optimi_func.rules.body import Coupled as Coupled
 from optimi_func.rules.body import OwnRule as OwnRule
 from optimi_func.rules.body import choice as choice
 from optimi_func.rules.body import functions as functions
+from optimi_func.rules.lifting import is_zero as is_zero
+from optimi_func.rules.lifting import root as root
+from optimi_func.rules.lifting import rounded as rounded
+from optimi_func.rules.lifting import where as where
 from optimi_func.rules.making import Move as Move
-from optimi_func.rules.words import is_zero as is_zero
-from optimi_func.rules.words import root as root
-from optimi_func.rules.words import rounded as rounded
-from optimi_func.rules.words import where as where
-
-__all__ = [
-    "Betas",
-    "Evaluated",
-    "Field",
-    "Float",
-    "Moment",
-    "Move",
-    "Optimizer",
-    "OwnRule",
-    "SecondMoment",
-    "Shaped",
-    "SlowSecondMoment",
-    "Wide",
-    "check_number",
-    "choice",
-    "functions",
-    "is_zero",
-    "root",
-    "rounded",
-    "where",
-]
 
 # The storage of a State's fields. A Tensor is a Moment.
 Moment: TypeAlias = Annotated[Tensor, math.moment]

@@ -1,12 +1,11 @@
 """Optimizers that are written as class bodies: fields, a State, a direction."""
 
 import inspect
+import sys
 from abc import ABCMeta
 from collections.abc import Callable, Mapping
-from copy import copy
-from dataclasses import KW_ONLY, InitVar, dataclass, field, make_dataclass
-from functools import partial
-from hashlib import sha256
+from dataclasses import KW_ONLY, InitVar, dataclass, field, make_dataclass, replace
+from functools import partial, wraps
 from itertools import chain
 from typing import (
     Any,
@@ -16,6 +15,7 @@ from typing import (
     Literal,
     NoReturn,
     ParamSpec,
+    Protocol,
     TypeAlias,
     TypeVar,
     cast,
@@ -27,17 +27,12 @@ from torch import Tensor, optim
 
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.classes.fields import EMPTY, Field, Params, made_field, read
-from optimi_func.classes.forms import (
-    InitFunction,
-    StepFunction,
-    check_calls,
-    step_function,
-)
 from optimi_func.classes.groups import TORCHS
 from optimi_func.core.checks import bind_call, shown
-from optimi_func.core.rule import DecayKind, Named, PyTree, Rates, Rule, Scalar
+from optimi_func.core.rule import DecayKind, PyTree, Rates, Rule, Scalar, StorageLike
 from optimi_func.core.storage import storage_of
 from optimi_func.core.torch_private import constant_in_graphs
+from optimi_func.execution.trees import step, step_
 from optimi_func.pure.casts import derived, resolve_tree
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import (
@@ -48,8 +43,7 @@ from optimi_func.pure.tree import (
     init_tree,
     path_of,
 )
-from optimi_func.rules.called import RATES
-from optimi_func.rules.making import NAMES, Making
+from optimi_func.rules.making import NAMES, RATES, Making
 from optimi_func.state.convert import Counterparts
 
 P = ParamSpec("P")
@@ -101,10 +95,7 @@ class OwnRule(FunctionalOptimizer):
     @derived
     def decay(self) -> DecayKind:
         """The kind of weight decay."""
-        owner = self.owner
-        if owner.usual_decay is Body.usual_decay:
-            return self._decay_kind(owner._usual)
-        return self._decay_kind(owner.with_values(self).usual_decay())
+        return self._decay_kind(self.owner.with_values(self).usual_decay())
 
     def rates(self, lr: Scalar, weight_decay: Scalar, max_lr: Scalar | None) -> Rates:
         """Return the rates of a step; if max_lr is None, lr is the largest."""
@@ -162,11 +153,9 @@ class OwnRule(FunctionalOptimizer):
         """The rule, with the class's `init` of these hyperparameters."""
         if not hasattr(self.owner, "init"):
             return self.rule
-        rule = copy(self.rule)
-        init: Callable[..., Named] = rule.init
         numbers = resolve_tree("a number", self.numbers, torch.zeros(()))
-        object.__setattr__(rule, "init", partial(init, numbers=numbers))
-        return rule
+        init: Any = self.rule.init
+        return replace(self.rule, init=partial(init, numbers=numbers))
 
     def likely_mistakes(self) -> list[str]:
         """Return warnings of options that are allowed, but probably a mistake."""
@@ -202,7 +191,7 @@ class OwnRule(FunctionalOptimizer):
         if not self.rule.given:
             return self._step(tree, rewrite)
         leaf_extras: list[dict[str, Any]] = [{} for _ in tree.leaves]
-        for i, p in enumerate(tree.leaves if self.rule.noise else ()):
+        for i, p in enumerate(tree.leaves if "z" in self.rule.given else ()):
             leaf_extras[i]["z"] = cast(Any, self).seed, state.step, i, p
         for name, extra in extras.items():
             rows, at = broadcast(name, extra, tree)
@@ -352,14 +341,11 @@ class Body(BaseOptimizer, metaclass=BodyType):
         numbers = {k: 0.5 if isinstance(x, odd) else x for k, x in numbers.items()}
         making = Making(cls, numbers, fixed)
         tried = cls.at_definition or not cls._name
-        rule = making.rule(tried)
         # The package's sources are in the keys of the store.
         home = next(x for x in cls.__mro__ if x.__module__.startswith("optimi_func."))
         same = _new_names(cls, home).isdisjoint(dir(home))
-        if same and getattr(home, "compiles_whole", False):
-            text = repr((home.__module__, home.__qualname__, rule.digest, fixed))
-            digest = sha256(text.encode()).hexdigest()
-            object.__setattr__(rule, "whole_digest", digest)
+        compiled = same and getattr(home, "compiles_whole", False)
+        rule = making.rule(tried, (home.__module__, home.__qualname__) if compiled else ())
         if tried:
             again = Making(cls, numbers, fixed)
             again.rule(tried=False)
@@ -495,6 +481,41 @@ def _pure(cls: type[Body]) -> type[OwnRule]:
     return value
 
 
+def check_calls(factory: Any) -> None:
+    """Name the factory in errors of its calls, and the keyword that was meant."""
+    original, names = factory.__init__, tuple(inspect.signature(factory).parameters)
+
+    @wraps(original)
+    def init(self: object, *args: object, **kwargs: object) -> None:
+        if args or "lr" not in kwargs or not all([name in names for name in kwargs]):
+            bind_call(factory.__name__, inspect.signature(factory), args, kwargs)  # raises
+        original(self, **kwargs)
+
+    factory.__init__ = init
+
+
+class StepFunction(Protocol[P]):
+    """`(params, grads, state, *, <hyperparameters>) -> (params, state)`."""
+
+    def __call__(  # noqa: D102
+        self, params: T, grads: PyTree, state: TreeState, *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[T, TreeState]: ...
+
+
+class InitFunction(Protocol):
+    """`(params, *, <options that the state depends on>, kahan_sum, ...) -> TreeState`."""
+
+    def __call__(  # noqa: D102
+        self,
+        params: PyTree,
+        *,
+        kahan_sum: bool | None = None,
+        state_dtype: torch.dtype | None = None,
+        storage: StorageLike | None = None,
+        **own: object,
+    ) -> TreeState: ...
+
+
 def functions(
     cls: Callable[Concatenate[Params, P], Body],
 ) -> tuple[Callable[P, OwnRule], InitFunction, StepFunction[P]]:
@@ -528,3 +549,72 @@ def _init_function(value: type[OwnRule]) -> InitFunction:
     )
     known = {*shown.parameters}
     return init
+
+
+def step_function(factory: Callable[P, FunctionalOptimizer]) -> StepFunction[P]:
+    """Make `lion_step`, for example, with the keywords of the factory."""
+    owner: type[object] = cast(Any, factory).owner
+    home = vars(sys.modules.get(factory.__module__, object))  # it may be imported by nobody
+    items = [(x, f"{factory.__module__}.{name}") for name, x in home.items()]
+    items += [(x, "") for cls in owner.__mro__ for x in vars(cls).values()]
+    kinds = [x for x in items if isinstance(x[0], type) and issubclass(x[0], tuple)]
+    for kind, name in kinds:
+        if name and kind.__module__ == factory.__module__:
+            # A class in a class is pickled by getattr, which weights_only refuses.
+            kind.__qualname__ = name.rpartition(".")[2]
+    torch.serialization.add_safe_globals([x if x[1] else x[0] for x in kinds])
+    return _step_function(factory, _pure_step, f"{factory.__name__}_step")
+
+
+def compiled_functions(
+    factory: Callable[P, FunctionalOptimizer],
+) -> tuple[StepFunction[P], StepFunction[P]]:
+    """Make the compiled `lion_step`, for example, and `lion_step_`, which is in place."""
+    name = f"compiled_{factory.__name__}_step"
+    return _step_function(factory, step, name), _step_function(factory, step_, f"{name}_")
+
+
+def _pure_step(
+    optimizer: FunctionalOptimizer, params: PyTree, grads: PyTree, state: TreeState
+) -> tuple[PyTree, TreeState]:
+    """Step by operations that torch can trace: see `FunctionalOptimizer.step`."""
+    return optimizer.step(params, grads, state)
+
+
+def _step_function(
+    factory: Callable[P, FunctionalOptimizer],
+    run: Callable[..., tuple[PyTree, TreeState]],
+    name: str,
+) -> StepFunction[P]:
+    make = cast(type[FunctionalOptimizer], factory).kept
+
+    def step(
+        params: T, grads: PyTree, state: TreeState, *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[T, TreeState]:
+        if torch.compiler.is_compiling() or args:
+            return run(factory(*args, **kwargs), params, grads, state)
+        return run(make(**kwargs), params, grads, state)
+
+    # torch.compile limits recompilations per code object, so each step has its own.
+    step.__code__ = step.__code__.replace(co_name=name)
+    keywords = inspect.signature(factory)
+    trees = list(inspect.signature(step).parameters.values())[:3]
+    step.__signature__ = keywords.replace(  # pyright: ignore[reportFunctionMemberAccess]
+        parameters=[*trees, *keywords.parameters.values()],
+        return_annotation=tuple[PyTree, TreeState],
+    )
+    step.__name__ = step.__qualname__ = name
+    step.__module__ = factory.__module__
+    step.__doc__ = f"{run.__doc__}\n\n{factory.__doc__}"
+    return step
+
+
+class Coupled(Body):
+    """Base class of optimizers whose decay joins the gradient, unless it is decoupled."""
+
+    _: KW_ONLY
+    decouple_wd: bool = False
+
+    def usual_decay(self) -> Decay:
+        """Return "l2", or "decoupled" with decouple_wd."""
+        return "decoupled" if self.decouple_wd else "l2"

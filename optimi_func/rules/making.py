@@ -2,39 +2,44 @@
 
 import inspect
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from hashlib import sha256
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.distributed import whole_field
+from optimi_func.core.codes import NEAREST, Codes, to
+from optimi_func.core.distributed import distribute_like, whole, whole_field
+from optimi_func.core.math import moment
 from optimi_func.core.rule import (
     Direction,
     Means,
     Measure,
+    MomentStorage,
+    Named,
     NoRunning,
     NoState,
     Rule,
+    Scalar,
+    Whole,
     along_gradient,
 )
-from optimi_func.core.storage import field_of
-from optimi_func.rules.called import (
-    RATES,
-    Explicit,
-    make_init,
-    make_refuses,
-    make_whole,
-    makers_of,
+from optimi_func.core.storage import encode, field_of
+from optimi_func.rules.lifting import (
+    Trace,
+    Traced,
+    as_scalar,
+    check_elementwise,
+    is_scalar,
+    line_of,
+    prepared,
 )
-from optimi_func.rules.coefficients import prepared, with_numbers
-from optimi_func.rules.joining import measured, sums_and_join
-from optimi_func.rules.lifting import Trace, Traced, check_elementwise
 
+RATES = ("lr", "weight_decay")
 # The arguments that methods take, by name; direction may have others, its extras.
 _TAKES = {
     "direction": ["g", "s", "t", "x", "z", "r", "c"],
@@ -52,6 +57,8 @@ _TAKES = {
 # Names of the first result, if it is no direction d.
 _FIRST = {"after": "u", "eval_point": "x", "sums": "a sum"}
 _FIRST.update(means="what mean is given", measure="what mean is given")
+# Methods that make the direction.
+_DIRECTED = ("direction", "accumulate", "whole")
 # Methods that are called with values.
 _CALLED = ("coeffs", "init", "refuses", "whole")
 # Names of an entry that are not the rule's.
@@ -76,6 +83,13 @@ class Move(NamedTuple):
     decays: Tensor
 
 
+class Part(NamedTuple):
+    """A traced method that becomes a function of tensors: its arguments and results."""
+
+    inputs: list[Traced]
+    results: list[Traced]
+
+
 class Making:
     """The trace of a class's methods, and the functions that its Rule is made of."""
 
@@ -92,31 +106,69 @@ class Making:
             for name, x in self.defaults.items()
         }
         self.me = cls.bare({**statics, **self.scalars, "_read": self.read})
-        # hasattr of the class, because one of a property hides its AttributeError.
-        self.kind: Any = self.me.State if hasattr(cls, "State") else NoState
-        self.makers = makers_of(self.name, self.kind)
-        # On the meta device zeros_like would import sympy, which takes half a second.
-        low = torch.empty(1, dtype=torch.bfloat16, device="cpu")
-        wide = [
-            x is whole_field or x(low, low.dtype).dtype != low.dtype for x in self.makers
-        ]
-        self.narrow = wide.index(True) if True in wide else None
-        self.running: Any = getattr(cls, "Running", NoRunning)
         self.given: dict[str, Any] = {x: trace.input(x) for x in (*"gxud", "decay")}
         move: list[Any] = [trace.input(f"move_{x}") for x in Move._fields]
         self.given["move"] = Move(*move)
         self.given["t"] = trace.input("t", True)
+        self._take_state()
+        self._take_running()
+        self._take_coeffs()
+        # What `measure` returns, and what a step is given besides: coefficients of a leaf.
+        self.measured = self._measured()
+        known = {*self._known("direction"), *(own := self.measured[2])}
+        extras = [x for x in self.names("direction") if x not in known]
+        noise = "z" in self.names("direction")
+        if noise and "seed" not in {*numbers, *statics}:
+            raise TypeError(f"{self.name}.direction takes z: add a field, seed: int = 0")
+        self.besides = (*extras, *["z"] * noise)  # `Rule.given`
+        self.more = [*extras, *own, *["z"] * noise]
+        self.given |= {name: trace.input(name) for name in self.more}
+
+    def _take_state(self) -> None:
+        """Make the stand-in of the State. Raise for fields that it cannot have."""
+        # hasattr of the class, because one of a property hides its AttributeError.
+        self.kind: Any = self.me.State if hasattr(self.cls, "State") else NoState
+        self.makers = self._makers()
         # Fields in shapes of their own are the last, and `whole` alone has them.
-        self.count = len(self.kind._fields) - self.makers.count(whole_field)
-        own = [trace.input(f"s_{f}") for f in self.kind._fields[: self.count]]
-        self.given["s"] = self.kind(*own, *[None] * self.makers.count(whole_field))
-        if whole_field in self.makers[: self.count] or not (
-            self.makers == self.makers[: self.count] or hasattr(cls, "whole")
-        ):
+        shaped = self.makers.count(whole_field)
+        self.count = len(self.kind._fields) - shaped
+        own = [self.trace.input(f"s_{f}") for f in self.kind._fields[: self.count]]
+        self.given["s"] = self.kind(*own, *[None] * shaped)
+        early = whole_field in self.makers[: self.count]
+        if early or (shaped and not hasattr(self.cls, "whole")):
             raise TypeError(
                 f"{self.name}.State{self.kind._fields}: fields that are Shaped come last, "
                 "and are for a class with `whole`"
             )
+
+    def _makers(self) -> list[Callable[..., Any]]:
+        """Return the functions that make the fields of a State, by their annotations."""
+        owner, kind = self.name, self.kind
+        if not (isinstance(kind, type) and hasattr(kind, "_field_defaults")):
+            raise TypeError(
+                f"{owner}.State is {kind!r}: allowed are NamedTuples of tensors"
+            )
+        try:
+            hints = get_type_hints(kind, include_extras=True)
+        except NameError as error:
+            raise TypeError(f"{owner}.State: {error} (an annotation)") from error
+        for name in kind._fields:
+            if getattr(hint := hints.get(name), "__origin__", hint) is not Tensor:
+                raise TypeError(
+                    f"{owner}.State.{name} is annotated {getattr(hint, '__name__', hint)}: "
+                    "allowed are Tensor, SecondMoment, Wide and Shaped; scalars go to "
+                    "Running"
+                )
+        for name, x in kind._field_defaults.items():
+            raise TypeError(
+                f"{owner}.State.{name} = {x!r}: write init, which returns first values"
+            )
+        annotated = [get_args(hints[name])[1:] for name in kind._fields]
+        return [next(filter(callable, x), moment) for x in annotated]
+
+    def _take_running(self) -> None:
+        """Make the stand-in of the Running. Raise for names that a field cannot have."""
+        self.running: Any = getattr(self.cls, "Running", NoRunning)
         reserved = set(_TAKEN)
         for part, kind in ("State", self.kind), ("Running", self.running):
             for name in kind._fields:
@@ -128,24 +180,50 @@ class Making:
             raise TypeError(
                 f"{self.name}.Running.{min(lacking)} has no default: write its first value"
             )
-        r = [trace.input(f"r_{f}", True) for f in self.running._fields]
+        r = [self.trace.input(f"r_{f}", True) for f in self.running._fields]
         self.given["r"] = self.running(*r)
-        self.explicit: Explicit | None = None
-        self.named: dict[str, Traced] = {}  # the stand-ins of its results
-        if hasattr(cls, "coeffs"):
-            self.explicit = Explicit(cls, statics, self.names("coeffs"))
+
+    def _take_coeffs(self) -> None:
+        """Make the stand-ins of what the class's own `coeffs` returns."""
+        self.named: dict[str, Traced] = {}
+        self.explicit = self._explicit() if hasattr(self.cls, "coeffs") else None
+        if self.explicit is not None:
             coeffs, first = self.explicit(3.0, self.running(), self.defaults)
-            self.named = {name: trace.input(f"c_{name}", True) for name in first}
+            self.named = {name: self.trace.input(f"c_{name}", True) for name in first}
             self.given["c"] = type(coeffs)(**self.named)
-        # What `measure` returns, and what a step is given besides: coefficients of a leaf.
-        self.measured = measured(self)
-        known = {*self._known("direction"), *(own := self.measured[2])}
-        self.extras = [x for x in self.names("direction") if x not in known]
-        self.noise = "z" in self.names("direction")
-        if self.noise and "seed" not in {*numbers, *statics}:
-            raise TypeError(f"{self.name}.direction takes z: add a field, seed: int = 0")
-        self.more = [*self.extras, *own, *["z"] * self.noise]
-        self.given |= {name: trace.input(name) for name in self.more}
+
+    def _explicit(self) -> Callable[..., tuple[Named, dict[str, Scalar]]]:
+        """Return the class's own `coeffs`, which returns its result and scalars by name.
+
+        It raises if they have other names than those that are known.
+        """
+        cls, statics, takes = self.cls, self.statics, self.names("coeffs")
+        where = f"{self.name}.coeffs"
+
+        def explicit(
+            t: Scalar, r: object, hyper: dict[str, Any], known: dict[str, Any] | None = None
+        ) -> tuple[Named, dict[str, Scalar]]:
+            numbers = {name: x for name, x in hyper.items() if name not in RATES}
+            arguments = {**hyper, "t": t, "r": r}
+            try:
+                me = cls.bare({**statics, **numbers})
+                result = me.coeffs(*[arguments[name] for name in takes])
+            except Exception as error:
+                raise TypeError(
+                    f"{where} raises {type(error).__name__}: {error} (self has the fields, "
+                    "further arguments are t, r, lr, weight_decay, and torch.where is for "
+                    "an if over tensors)"
+                ) from error
+            scalars = result._asdict() if hasattr(result, "_asdict") else result
+            right = isinstance(scalars, dict) and all(map(is_scalar, scalars.values()))
+            if not right or scalars.keys() != (known or scalars).keys():
+                raise TypeError(
+                    f"{where} returned {result!r}: allowed are a NamedTuple and a dict of "
+                    "numbers and 0-d tensors, with the same names at each step"
+                )
+            return result, {name: as_scalar(x) for name, x in scalars.items()}
+
+        return explicit
 
     def _known(self, method: str) -> list[str]:
         """Return the names of the arguments that a method may have."""
@@ -220,73 +298,242 @@ class Making:
             )
         return flat
 
-    def rule(self, tried: bool = True) -> Rule:
-        """Trace all methods, try them on tensors if `tried`, and return the Rule."""
-        trace, me, kind, count = self.trace, self.given, self.kind, self.count
+    def rule(self, tried: bool = True, home: Sequence[str] = ()) -> Rule:
+        """Trace all methods, try them on tensors if `tried`, and return the Rule.
+
+        `home` names the class whose `whole` is compiled, if it is this one's.
+        """
+        trace, kind, cls = self.trace, self.kind, self.cls
+        advanced, join = self._trace_methods(), self._join()
+        averages, divisors = self._divisors()
+        results = [*chain(*[part.results for part in self.parts.values()]), *divisors]
+        trace.require([*results, *self.measured[2].values()])
+        due, n = self._chosen(), len(trace.coeffs)
+        compiled = {x: trace.function(*part) for x, part in self.parts.items()}
+        run = self.run = {method: fn for method, (fn, _) in compiled.items()}
+        means, measure = self._means(averages, divisors), self._measure()
+        code = repr((kind._fields, trace.code, self.divides, due))
+        digest = sha256(code.encode()).hexdigest()
+        coeffs, names, prepare = self._coeffs(advanced)
+        before = (0.1, self.running()) if advanced else ()
+        now = coeffs(3.0, *before, **self.defaults)
+        now = now[0] if advanced else now
+        for method, (_, graph) in compiled.items() if tried else ():
+            self._try(method, graph, now[:n])
+        # The coefficients of a further part of a gradient, which choose another kernel.
+        further: Any = namedtuple("Further", [*now._fields, "further"])  # pyright: ignore[reportUntypedNamedTuple]
+        whole = self._whole(repr((*home, digest, self.statics)) if home else "")
+        # Whose kernel all rules share that map the gradient.
+        alone = results[0].node is self.given["g"].node and not (self.count or advanced)
+        plain = whole is not None and alone and not self.more
+        return Rule(
+            name=cls._name or self.name,
+            state=kind,
+            init=(init := self._init()),
+            coeffs=coeffs,
+            direction=along_gradient if plain else self._direction(further),
+            after=self._after(due) if "after" in run else None,
+            accumulate=(lambda c: further(*c, True)) if "accumulate" in run else None,
+            means=means,
+            join=join,
+            measure=measure,
+            whole=whole,
+            refuses=self._refuses(whole, init, now),
+            running=self.running,
+            eval_point=(lambda x, s, c: run["eval_point"](x, *s, *c[:n])[0])
+            if "eval_point" in run
+            else None,
+            reads_param=any(["x" in self.names(method) for method in _DIRECTED]),
+            given=self.besides,
+            numbers=names,
+            digest=digest,
+            narrow=self.narrow,
+            prepare=prepare,
+        )
+
+    def _trace_methods(self) -> list[Traced]:
+        """Trace the methods that map tensors, and return what Running becomes."""
+        me, count = self.given, self.count
         own = [me["g"], *me["s"][:count], me["x"]]
         arguments = [*own, *[me[x] for x in self.more]]
         inputs = {
-            "measure": own,
             "direction": arguments,
             "accumulate": arguments,
             "after": [me["x"], me["u"], *me["s"]],
             "eval_point": [me["x"], *me["s"]],
         }
+        traced = {x: self.results(x) for x in inputs if self.names(x)}
+        self.parts = {x: Part(inputs[x], y[: 1 + count]) for x, y in traced.items() if y}
+        if self.measured[2]:
+            self.parts["measure"] = Part(own, self.measured[0])
+        return traced["direction"][1 + count :]
+
+    def _averaged(self, name: str) -> tuple[Callable[[Traced], Traced], Part]:
+        """Return `mean` for a method; what it was given, and returned, is in the Part."""
+        part = Part([], [])
+
+        def mean(x: Traced) -> Traced:
+            part.inputs.append(x)
+            part.results.append(self.trace.input(f"{name}_{len(part.results)}"))
+            return part.results[-1]
+
+        return mean, part
+
+    @property
+    def new_state(self) -> Any:
+        """The stand-in of the State after the direction."""
+        return self.kind(*[self.trace.input(f"new_{f}") for f in self.kind._fields])
+
+    @property
+    def divides(self) -> Literal["move", "direction", "sum"]:
+        """`Means.divides`."""
+        takes = self.names("means")
+        return "move" if "move" in takes else "sum" if "decay" in takes else "direction"
+
+    def _divisors(self) -> tuple[list[Traced], list[Traced]]:
+        """Trace `means`; return the stand-ins of means, and what they are divided by."""
+        if not self.names("means"):
+            return [], []
+        me, new, (mean, part) = self.given, self.new_state, self._averaged("mean")
+        divisor = self.call("means", mean=mean, s=new)
+        decays = me["move"].decays if self.divides == "move" else me["decay"]
+        self.parts["means"] = Part([me["g"], me["x"], me["d"], decays, *new], part.inputs)
+        return part.results, [divisor]
+
+    def _means(self, averages: list[Traced], divisors: list[Traced]) -> Means | None:
+        """Return `Rule.means`: those that divide the move, or that are joined."""
+        n, run = len(self.trace.coeffs), self.run
+
+        def summed(g: Any, x: Any, d: Any, decaying: Any, s: Any, c: Any) -> list[Tensor]:
+            return list(run["sums"](g, x, *s, *c[:n]))
+
+        def measure(g: Any, x: Any, d: Any, decaying: Any, s: Any, c: Any) -> list[Tensor]:
+            return list(run["means"](g, x, d, decaying, *s, *c[:n]))
+
+        if "sums" in run:
+            return Means(len(self.parts["sums"].results), summed, None)
+        if not divisors:
+            return None
+        rates = [*self.given["move"][:3]] if self.divides == "move" else []
+        divided_by, _ = self.trace.function([*averages, *rates], divisors)
+
+        def divisor(means: Any, scale: Any, lr: Any, decay: Any, c: Any) -> Tensor:
+            factors = (lr, scale, decay) if rates else ()
+            return divided_by(*means, *factors, *c[:n])[0]
+
+        return Means(len(averages), measure, divisor, self.divides)
+
+    def _measured(self) -> tuple[list[Traced], list[Traced], dict[str, Traced]]:
+        """Trace `measure`; return the tensors, the stand-ins of their means, and results.
+
+        The last of the stand-ins is the number of elements.
+        """
+        if not (names := self.names("measure")):
+            return [], [], {}
+        if lacks := [x for x in ("sums", "join", "whole") if self.names(x)]:
+            raise TypeError(
+                f"{self.name} has measure and {lacks[0]}: allowed is one of both"
+            )
+        numel, (mean, part) = self.trace.input("numel"), self._averaged("measured")
+        result = self.call("measure", mean=mean, numel=numel)
+        numbers = result._asdict() if hasattr(result, "_asdict") else result
+        right = isinstance(numbers, dict) and self._traced(numbers.values(), False)
+        if not (right and part.results):
+            raise TypeError(
+                f"{self.name}.measure({', '.join(names)}) returned {result!r}: allowed is "
+                "a dict of numbers that are computed of means, by the names that direction "
+                "takes"
+            )
+        if clash := {*numbers} & {*self.given, *self.defaults, *self.statics}:
+            raise TypeError(
+                f"{self.name}.measure returned {min(clash)!r}, which is an argument of "
+                "methods or an option: choose another name"
+            )
+        return part.inputs, [*part.results, numel], numbers
+
+    def _measure(self) -> Measure | None:
+        """Return `Rule.measure`."""
+        n, count, run = len(self.trace.coeffs), self.count, self.run
         tensors, known, numbers = self.measured
-        traced = {x: self.results(x) for x in [*inputs][1:] if self.names(x)}
-        traced = {method: x for method, x in traced.items() if x}
-        advanced = traced["direction"][1 + count :]
-        traced = {method: x[: 1 + count] for method, x in traced.items()}
-        traced |= {"measure": tensors} if numbers else {}
-        taken = self.names("means")
-        by = "move" if "move" in taken else "sum" if "decay" in taken else "direction"
-        averages: list[Traced] = []
-        divisors: list[Traced] = []
-        if self.names("means"):
-            measured = traced["means"] = list[Traced]()
+        if not numbers:
+            return None
+        found_of, _ = self.trace.function(known, [*numbers.values()])
 
-            def mean(x: Traced) -> Traced:
-                measured.append(x)
-                averages.append(trace.input(f"mean_{len(averages)}"))
-                return averages[-1]
+        def read(g: Tensor, x: Tensor, s: Any, c: Any) -> list[Tensor]:
+            return list(run["measure"](g, *s[:count], x, *c[:n]))
 
-            new = kind(*[trace.input(f"new_{f}") for f in kind._fields])
-            divisors = [self.call("means", mean=mean, s=new)]
-            decays = me["move"].decays if by == "move" else me["decay"]
-            inputs["means"] = [me["g"], me["x"], me["d"], decays, *new]
-        join = None
-        if self.names("sums") or self.names("join"):
-            new = kind(*[trace.input(f"new_{f}") for f in kind._fields])
-            traced["sums"], join = sums_and_join(self, new)
-            inputs["sums"] = [me["g"], me["x"], *new]
-        trace.require([*chain(*traced.values()), *divisors, *numbers.values()])
-        due_place = self._chosen()
-        n, more = len(trace.coeffs), len(self.more)
-        rates = [*me["move"][:3]] if by == "move" else []
-        divided_by, _ = trace.function([*averages, *rates], divisors)
-        found_of, _ = trace.function(known, [*numbers.values()]) if numbers else (None, 0)
-        compiled = {x: trace.function(inputs[x], results) for x, results in traced.items()}
-        run = {method: fn for method, (fn, _) in compiled.items()}
-        code = repr((kind._fields, trace.code, by, due_place))
-        coeffs, names, prepare = self._coeffs(advanced)
-        cls, statics, whole, mapped = self.cls, self.statics, None, self.mapped
-        if mapped is not None:
-            whole = make_whole(cls, statics, kind, count, self.names("whole"), mapped)
-        before = (0.1, self.running()) if advanced else ()
-        now = coeffs(3.0, *before, **self.defaults)
-        now = now[0] if advanced else now
-        for method, (_, graph) in compiled.items() if tried else ():
-            first, size = _FIRST.get(method, "d"), len(inputs[method])
-            many = method in ("measure", "means", "sums")
-            labels = [first] * len(traced[method]) if many else [first, *kind._fields]
-            where = f"{self.name}.{method}"
-            if views := check_elementwise(where, labels, graph, size, now[:n]):
-                run[method] = partial(_without_views, run[method], views)
+        def told(means: list[Tensor], numel: Tensor, c: Any) -> Any:
+            return c._replace(**dict(zip(numbers, found_of(*means, numel, *c[:n]))))
 
-        # The coefficients of a further part of a gradient, which choose another kernel.
-        further: Any = namedtuple("Further", [*now._fields, "further"])  # pyright: ignore[reportUntypedNamedTuple]
-        usual = run["direction"]
-        again = run.get("accumulate", usual)
+        return Measure(len(tensors), read, told)
+
+    def _traced(self, results: Iterable[object], on_host: bool) -> bool:
+        """Return True if all results are stand-ins, of scalars if `on_host`."""
+        nodes = [getattr(x, "node", None) for x in results]
+        return all([x is not None and (x in self.trace.host) is on_host for x in nodes])
+
+    def _join(self) -> Callable[..., Named] | None:
+        """Trace `sums` and `join`, and return `Rule.join`.
+
+        The hyperparameters that `join` reads become coefficients.
+        """
+        trace, names = self.trace, self.running._fields
+        lacks = [x for x in ("sums", "join") if not self.names(x)]
+        if len(lacks) == 2:
+            return None
+        lacks += [] if names else ["Running"]
+        if lacks or self.names("means"):
+            raise TypeError(
+                f"{self.name} has {'no ' + lacks[0] if lacks else 'means'}: `sums` go with "
+                "a `join`, which returns a Running, and without `means`"
+            )
+        if twice := {*names} & {*self.defaults, *self.statics}:
+            raise TypeError(
+                f"{self.name}.Running has a field {min(twice)!r}, which is an option: a "
+                "group shows both, so choose another name"
+            )
+        result = self.call("sums", s=(new := self.new_state))
+        tensors, spec = pytree.tree_flatten(result)
+        if not tensors or not self._traced(tensors, False):
+            raise TypeError(
+                f"{self.name}.sums returned {result!r}: allowed are tensors in the "
+                "gradient's shape"
+            )
+        self.parts["sums"] = Part([self.given["g"], self.given["x"], *new], tensors)
+        sums = [trace.input(f"sum_{i}", True) for i in range(len(tensors))]
+        r = self.running(*[trace.input(f"joined_{name}", True) for name in names])
+        after = self.call("join", r=r, sums=pytree.tree_unflatten(sums, spec))
+        right = getattr(type(after), "_fields", None) == names
+        if not (right and self._traced(after, True)):
+            raise TypeError(
+                f"{self.name}.join returned {after!r}: allowed is self.Running(...) of "
+                "scalars, computed of r, of the sums and of hyperparameters"
+            )
+        nodes, running = trace.needed([x.node for x in after]), self.running
+        scalars = [x for x in pytree.tree_leaves(self.scalars) if x.node in nodes]
+        trace.coeffs += [x.node for x in scalars if x.node not in trace.coeffs]
+        places = [trace.coeffs.index(x.node) for x in scalars]
+        compute, _ = trace.function([*r, *sums, *scalars], [*after], on_host=True)
+
+        def join(r: Named, sums: list[Tensor | float], c: Any) -> Named:
+            return running(*compute(*r, *sums, *[c[i] for i in places]))
+
+        return join
+
+    def _try(self, method: str, graph: fx.Graph, scalars: Sequence[Scalar]) -> None:
+        """Try a method on tensors. Raise if it is not elementwise."""
+        inputs, results = self.parts[method]
+        first, many = [_FIRST.get(method, "d")], method in ("measure", "means", "sums")
+        labels = first * len(results) if many else [*first, *self.kind._fields]
+        where = f"{self.name}.{method}"
+        if views := check_elementwise(where, labels, graph, len(inputs), scalars):
+            self.run[method] = partial(_without_views, self.run[method], views)
+
+    def _direction(self, further: Any) -> Callable[..., Direction]:
+        """Return `Rule.direction`, which accumulates if the coefficients are `further`."""
+        n, more, kind, count = len(self.trace.coeffs), len(self.more), self.kind, self.count
+        usual = self.run["direction"]
+        again = self.run.get("accumulate", usual)
 
         def direction(g: Tensor, s: Any, c: Any, x: Any = None) -> Direction:
             fn = again if isinstance(c, further) else usual
@@ -294,67 +541,136 @@ class Making:
             d, *state = fn(g, *s[:count], x, *scalars)
             return Direction(d, new := kind(*state, *s[count:]), new)
 
+        return direction
+
+    def _after(self, due_place: int | None) -> Callable[..., tuple[Tensor, Any]]:
+        """Return `Rule.after`, which acts where the coefficient at due_place is True."""
+        n, kind, run = len(self.trace.coeffs), self.kind, self.run["after"]
+
         def after(x: Tensor, u: Tensor, s: Any, c: Any) -> tuple[Tensor, Any]:
             due = due_place is None or c[due_place]
             if due is False:
                 return u, s
-            moved, *state = run["after"](x, u, *s, *c[:n])
+            moved, *state = run(x, u, *s, *c[:n])
             if due is True:
                 return moved, kind(*state)
             pairs = [*zip((moved, *state), (u, *s))]  # of a t that is a tensor
             u, *state = [a if a is b else torch.where(due != 0, a, b) for a, b in pairs]
             return u, kind(*state)
 
-        def measure(g: Any, x: Any, d: Any, decaying: Any, s: Any, c: Any) -> list[Tensor]:
-            return list(run["means"](g, x, d, decaying, *s, *c[:n]))
+        return after
 
-        def summed(g: Any, x: Any, d: Any, decaying: Any, s: Any, c: Any) -> list[Tensor]:
-            return list(run["sums"](g, x, *s, *c[:n]))
+    def _init(self) -> Callable[..., Named]:
+        """Return `Rule.init`: zeros, or what the class's own init returns."""
+        cls, statics, usual, kind = self.cls, self.statics, self.defaults, self.kind
+        where, makers = f"{self.name}.init", self.makers
 
-        def divisor(means: Any, scale: Any, lr: Any, decay: Any, c: Any) -> Tensor:
-            factors = (lr, scale, decay) if rates else ()
-            return divided_by(*means, *factors, *c[:n])[0]
+        def init(
+            p: Tensor, kept: MomentStorage, numbers: dict[str, object] | None = None
+        ) -> Named:
+            if not hasattr(cls, "init"):
+                return kind(*[_first(p, kept, make, None) for make in makers])
+            try:
+                found = cls.bare({**statics, **(usual if numbers is None else numbers)})
+                found = found.init(p)
+            except (TypeError, RuntimeError) as error:  # vmap raises the second
+                hint = "None is for zeros, and torch.zeros_like(p) + self.x for full_like"
+                raise TypeError(f"{where}: {error} ({hint})") from error
+            right = getattr(found, "_fields", None) == kind._fields
+            if not right or not all([_fits(p, *pair) for pair in zip(makers, found)]):
+                shapes = ", and in Shaped fields of any, and shapes" * (
+                    whole_field in makers
+                )
+                raise TypeError(
+                    f"{where} returned {found!r} for a parameter of {tuple(p.shape)}: "
+                    "allowed is self.State of floating tensors of its shape, and None for "
+                    f"zeros{shapes}"
+                )
+            return kind(*[_first(p, kept, *pair) for pair in zip(makers, found)])
 
-        def read(g: Tensor, x: Tensor, s: Any, c: Any) -> list[Tensor]:
-            return list(run["measure"](g, *s[:count], x, *c[:n]))
+        return init
 
-        def told(means: list[Tensor], numel: Tensor, c: Any) -> Any:
-            assert found_of is not None
-            return c._replace(**dict(zip(numbers, found_of(*means, numel, *c[:n]))))
+    def _whole(self, text: str) -> Whole | None:
+        """Return `Rule.whole`: the class's, of an instance that has numbers of the step.
 
-        alone = traced["direction"][0].node is me["g"].node and not (count or advanced)
-        init = make_init(cls, statics, self.defaults, kind, self.makers)
-        rule: Rule = Rule(
-            *(cls._name or self.name, kind, init, coeffs),
-            # Whose kernel all rules share that map the gradient.
-            direction=along_gradient if whole and alone and not more else direction,
-            after=after if "after" in run else None,
-            accumulate=(lambda c: further(*c, True)) if "accumulate" in run else None,
-            means=Means(len(averages), measure, divisor, by)
-            if divisors
-            else Means(len(traced["sums"]), summed, None)
-            if join
-            else None,
-            join=join,
-            measure=Measure(len(tensors), read, told) if numbers else None,
-            whole=whole,
-            whole_fields=kind._fields[count:],
-            running=self.running,
-            eval_point=(lambda x, s, c: run["eval_point"](x, *s, *c[:n])[0])
-            if "eval_point" in run
-            else None,
-            reads_param=any(
-                ["x" in self.names(x) for x in ("direction", "accumulate", "whole")]
-            ),
-            extras=tuple(self.extras),
-            noise=self.noise,
-            numbers=names,
-            digest=sha256(code.encode()).hexdigest(),
-            narrow=self.narrow,
-            prepare=prepare,
-        )
-        object.__setattr__(rule, "refuses", make_refuses(cls, statics, rule, now))
-        return rule
+        `Coeffs.whole` has t and these numbers. `text` tells maps apart that are compiled.
+        """
+        if (numbers := self.mapped) is None:
+            return None
+        cls, statics, kind, takes = self.cls, self.statics, self.kind, self.names("whole")
+        names, rest = kind._fields[self.count :], (None,) * self.count
+
+        def mapped(
+            d: Tensor, x: Tensor | None, fields: tuple[Tensor, ...], c: Any
+        ) -> tuple[Tensor, tuple[Tensor, ...]]:
+            now = dict(zip(numbers, c.whole[1:]))
+            arguments = {**now, "d": d, "s": kind(*rest, *fields), "t": c.whole[0], "x": x}
+            value = cls.bare({**statics, **now}).whole(*[arguments[name] for name in takes])
+            new_d, state = value if names and isinstance(value, tuple) else (value, ())
+            right = isinstance(new_d, Tensor) and new_d.shape == d.shape
+            if names and (not right or getattr(state, "_fields", ()) != kind._fields):
+                raise TypeError(
+                    f"{cls.__name__}.whole returned {value!r}: allowed is (d, "
+                    f"self.State(...)) with a direction of shape {tuple(d.shape)}"
+                )
+            if not right:
+                raise TypeError(
+                    f"{cls.__name__}.whole returned {value!r} for a direction of shape "
+                    f"{tuple(d.shape)}: allowed are tensors of its shape"
+                )
+            new = state[len(rest) :]
+            for name, before, x in zip(names, fields, new):
+                if not isinstance(x, Tensor) or x.shape != before.shape:
+                    raise TypeError(
+                        f"{cls.__name__}.whole returned {name}={x!r}: allowed are tensors "
+                        f"of the shape {tuple(before.shape)}, which init gave it"
+                    )
+            return to(new_d, d.dtype), tuple([to(x, y.dtype) for x, y in zip(new, fields)])
+
+        digest = text and sha256(text.encode()).hexdigest()
+        return Whole(mapped, names, digest)
+
+    def _refuses(
+        self, whole: Whole | None, init: Callable[..., Named], now: object
+    ) -> Callable[[Tensor], str | None] | None:
+        """Return `Rule.refuses`, which tries `whole` on a parameter's shape too."""
+        me, method = self.cls.bare(self.statics), getattr(self.cls, "refuses", None)
+        tried = whole if self.cls.at_definition else None
+        if method is None and tried is None:
+            return None
+
+        def refuses(p: Tensor) -> str | None:
+            why = None if method is None else me.refuses(p)
+            if why is not None or tried is None or torch.compiler.is_compiling():
+                return why
+            try:
+                with torch.inference_mode(False):  # in which tensors have no version
+                    d = torch.empty(p.shape, dtype=torch.float32, device="meta")
+                    state = init(d, d.dtype)
+                    fields = [getattr(state, name) for name in tried.fields]
+                    given = [d, d.clone(), *fields]
+                    before = [x._version for x in given]
+                    tried.map(d, given[1], tuple(fields), now)
+                    if before != [x._version for x in given]:
+                        raise TypeError(
+                            "it writes to d, x or s, where a new tensor is allowed"
+                        )
+            except NotImplementedError:
+                return None  # an operation that the meta device lacks
+            except Exception as error:
+                return f"whole raises {type(error).__name__}: {error}{line_of(error)}"
+
+        return refuses
+
+    @property
+    def narrow(self) -> int | None:
+        """The number of betas whose moments are stored in the parameter's dtype."""
+        # On the meta device zeros_like would import sympy, which takes half a second.
+        low = torch.empty(1, dtype=torch.bfloat16, device="cpu")
+        for i, make in enumerate(self.makers):
+            if make is whole_field or make(low, low.dtype).dtype != low.dtype:
+                return i
+        return None
 
     def _chosen(self) -> int | None:
         """Make a coefficient of `due`, whether `after` acts, and return its place."""
@@ -379,15 +695,13 @@ class Making:
         explicit, named = self.explicit, self.named
         nodes = self.trace.needed([*self.trace.coeffs, *[x.node for x in more]])
         takes = {*self.names("coeffs"), *self.names("whole")}
-        rates = [x for x in RATES if self.scalars[x].node in nodes or x in takes]
-        # Methods that are not traced may read any.
-        reads = {*self.scalars}
-        if not self.untraced:
-            leaves = {x: pytree.tree_leaves(self.scalars[x]) for x in reads}
-            reads = {x for x in reads if not nodes.isdisjoint([y.node for y in leaves[x]])}
-        names = [x for x in self.scalars if (x in reads if x not in RATES else x in rates)]
+        if self.untraced:  # these methods may read any number
+            takes |= {*self.scalars} - {*RATES}
+        leaves = {k: pytree.tree_leaves(x) for k, x in self.scalars.items()}
+        read = {k for k, xs in leaves.items() if nodes & {x.node for x in xs}}
         # `Rule.coeffs` of rules with running scalars is given lr besides.
-        names = [x for x in names if x != "lr" or not running._fields]
+        beside = {"lr"} if running._fields else set[str]()
+        names = [x for x in self.scalars if x in (read | takes) - beside]
         scalars = [self.scalars[x] for x in names]
         scalars += [self.scalars["lr"]] if running._fields else []
         scalars = pytree.tree_leaves(scalars)
@@ -401,16 +715,17 @@ class Making:
         )
 
         def coeffs(t: Any, *before: Any, **given: Any) -> Any:
-            values = [t]
+            values, r = [t], ()
             for name in names:
                 x = given[name]
                 # One of several numbers may be None, for `whole`.
                 several = isinstance(x, tuple | list)
                 values += [0.0 if y is None else y for y in x] if several else [x]
-            lr, r = ([before[0]], before[1]) if before else ([], ())
-            given |= dict.fromkeys(["lr"] * len(lr), *lr)
+            if before:
+                given["lr"], r = before
+                values.append(given["lr"])
             _, c = explicit(t, r, given, named) if explicit else ((), {})
-            outputs = host(*values, *lr, *r, *[c[name] for name in named])
+            outputs = host(*values, *r, *[c[name] for name in named])
             now = kind(*outputs[:n])
             if mapped is not None:
                 own = [given[x] for x in mapped]
@@ -422,10 +737,9 @@ class Making:
         prepare = None
         if not explicit:
             rates, r = ([x.node.name for x in y] for y in (late, self.given["r"]))
-            prepare = cache(partial(prepared, graph, rates, r, kind, running))
-            if mapped is not None:
-                numbers = {x: self.scalars[x] for x in names if x not in RATES}
-                prepare = partial(with_numbers, prepare, numbers, mapped)
+            own = [self.scalars[x] for x in mapped or ()]
+            own = None if mapped is None else (self.given["t"], *own)
+            prepare = cache(partial(prepared, graph, rates, r, kind, running, own))
         return coeffs, tuple(names), prepare
 
     @property
@@ -446,3 +760,28 @@ def _without_views(fn: Callable[..., Any], views: dict[int, int], *args: Any) ->
     results = fn(*args)
     every = [*args, *results]
     return [every[views.get(i, len(args) + i)] for i in range(len(results))]
+
+
+def _first(
+    p: Tensor, kept: MomentStorage, make: Callable[..., Codes | Tensor], x: Any
+) -> Codes | Tensor:
+    """Return the first value of a field: x, or zeros for None or a shape."""
+    if make is not whole_field:
+        zeros = make(p, kept)
+        # Clones, because fields share no memory with p.
+        return zeros if x is None else encode(x.clone(), zeros, NEAREST)
+    zeros = whole_field(p, p.shape if x is None else getattr(x, "shape", x))
+    if not isinstance(x, Tensor):
+        return zeros
+    return distribute_like(zeros, whole(x).clone().to(zeros.device, zeros.dtype))
+
+
+def _fits(p: Tensor, make: object, x: object) -> bool:
+    """Return True if x may be the first value of a field of p."""
+    if make is whole_field and isinstance(x, tuple | list):
+        return all([isinstance(n, int) and n >= 0 for n in x])
+    return x is None or (
+        isinstance(x, Tensor)
+        and x.is_floating_point()
+        and (make is whole_field or x.shape == p.shape)
+    )

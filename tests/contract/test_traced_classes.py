@@ -202,7 +202,8 @@ def test_equal_rules_share_kernels() -> None:
     for one, other in (Same, Scaled), (Logs, Adafactor):
         rules: Any = [x.factory(lr=0.1).rule for x in (one, other)]
         assert rules[0].digest == rules[1].digest != ""
-        assert rules[0].whole_digest == rules[1].whole_digest
+        one, other = (getattr(rule.whole, "digest", "") for rule in rules)
+        assert one == other
     assert optim.SGD.factory is optimi_func.sgd  # type: ignore
 
 

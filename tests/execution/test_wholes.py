@@ -15,7 +15,7 @@ import optimi_func
 from optimi_func import Muon, compiled, muon_init, muon_step, population
 from optimi_func.core.leaf import leaf_step, rates, whole_means
 from optimi_func.core.math import moment
-from optimi_func.core.rule import Direction, Leaf, Means, Rule, Scalar, Scalars
+from optimi_func.core.rule import Direction, Leaf, Means, Rule, Scalar, Scalars, Whole
 from optimi_func.execution import wholes
 from optimi_func.execution.launches import run_launches
 from optimi_func.execution.plans import Plan
@@ -225,7 +225,9 @@ def centred(d: Tensor, x: Any, fields: Any, c: Coeffs) -> Any:
 
 
 rule: Rule = Rule(
-    *("centred", State, init, coeffs, look_ahead), accumulate=accumulate, whole=centred
+    *("centred", State, init, coeffs, look_ahead),
+    accumulate=accumulate,
+    whole=Whole(centred),
 )
 
 
@@ -283,9 +285,9 @@ def test_a_map_goes_with_no_other_cut() -> None:
     means = Means(1, lambda *_: [], lambda *_: torch.ones(()))
     for more in ({"after": after}, {"means": means}):
         with pytest.raises(ValueError, match="centred: whole goes with neither after nor"):
-            Rule("centred", State, init, coeffs, look_ahead, whole=centred, **more)
+            Rule("centred", State, init, coeffs, look_ahead, whole=Whole(centred), **more)
     with pytest.raises(ValueError, match=r"centred: whole_fields=.'b',. are not the last"):
-        Rule("centred", State, init, coeffs, look_ahead, whole=centred, whole_fields=("b",))
+        Rule("centred", State, init, coeffs, look_ahead, whole=Whole(centred, ("b",)))
 
 
 def given(ps: Any, i: int) -> list[Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core.distributed import whole_field
 from optimi_func.core.math import moment
-from optimi_func.core.rule import Direction, MomentStorage, Rule, Scalar
+from optimi_func.core.rule import Direction, MomentStorage, Rule, Scalar, Whole
 from optimi_func.pure.functional import FunctionalOptimizer
 
 
@@ -42,9 +42,12 @@ def whole(d: Tensor, x: Tensor, fields: Any, c: Coeffs) -> Any:
 
 
 mapped_rule: Rule = Rule(
-    *("mapped", State, init, lambda t: Coeffs(0.9), direction),
-    whole=whole,
-    whole_fields=("row_avg", "sides"),
+    name="mapped",
+    state=State,
+    init=init,
+    coeffs=lambda t: Coeffs(0.9),
+    direction=direction,
+    whole=Whole(whole, ("row_avg", "sides")),
     accumulate=lambda c: c._replace(beta=1.0),
     reads_param=True,
 )

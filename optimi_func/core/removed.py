@@ -19,7 +19,7 @@ REMOVED = {
     "load_member": "optimizer.load_functional(state, params) with row i of every tensor",
     "lookahead": "torch.lerp after every k-th step, or the class Lookahead",
     "LookaheadState": "a tree of the slow parameters",
-    "modulus": "no argument: both parts of a number have second moments, as in torch.optim",
+    "modulus": "no argument: complex second moments are those of both parts, as in torch",
     "noise": "p + scale * torch.randn_like(p) of the weights: docs/populations.md",
     "pending_bytes": "no argument: small gradients wait for up to 1 MiB",
     "sam": "transforms.ascent between two evaluations, or the class SAM",
@@ -36,7 +36,7 @@ OWNERS = {
     "checkpoint_every": ("unroll",),
     "divide_state": None,
     "how": ("backward", "prepare_for_gradient_release"),
-    "modulus": ("adam", "adamw"),
+    "modulus": None,
     "noise": ("perturb",),
     "pending_bytes": ("prepare_for_gradient_release",),
 }

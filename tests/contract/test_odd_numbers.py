@@ -232,7 +232,9 @@ def test_adopts_first_gradient_moves_nothing(bad: float, how: dict[str, Any]) ->
 class Full(TorchDispatchMode):
     """Memory that is out when a tensor of five elements is to be computed."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         found = func(*args, **(kwargs or {}))
         if isinstance(found, Tensor) and found.shape == (5,) and "detach" not in str(func):
             raise torch.OutOfMemoryError("no memory is left")
@@ -265,7 +267,8 @@ def test_an_error_within_a_step_says_what_was_updated() -> None:
 def test_counts_that_are_none_are_refused(value: float, how: dict[str, Any]) -> None:
     """In a file, and written between two steps."""
     ps = pair()
-    optimizer = T.AdamW(ps, lr=0.1, **({"compile": False} | how))
+    options: dict[str, Any] = EAGER | how
+    optimizer = T.AdamW(ps, lr=0.1, **options)
     step(optimizer, ps)
     saved, before = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in ps]
     text = rf"state\[1\]\['step'\] is {value}: allowed is at least 0, and finite"

@@ -105,6 +105,11 @@ def one_step(
     if name == "lion":
         c = reference.lion_average(letters, g, at)
         unsure = (c != 0) & (c.abs() < 1e-6 * (letters["m"].abs() + g.abs()))
+    if name == "lamb":
+        # The norm of a sum is made of norms of its terms: rounding, if they cancel.
+        m, v = reference._corrected(new["m"], new["v"], t, *betas["lamb"])
+        moved, decayed = lr * m / (v.sqrt() + 1e-6), lam * p
+        unsure = unsure | ((moved + decayed).norm() < 0.1 * decayed.norm())
     return u, {field: new[letter] for field, letter in FIELDS[name].items()}, unsure
 
 

@@ -14,7 +14,7 @@ from functools import partial, wraps
 from itertools import chain, product
 from operator import attrgetter, is_, itemgetter
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, ParamSpec, TypeAlias, TypedDict, TypeVar
+from typing import Any, ClassVar, Literal, ParamSpec, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -105,7 +105,7 @@ from optimi_func.transforms._trees import keys_of
 from optimi_func.transforms.gradients import GradientTransform
 
 # A group, some of its parameters, their gradients, and what each is to its step.
-Work: TypeAlias = tuple[Group, list[Tensor], list[Tensor], list[Microbatch] | None]
+Work = tuple[Group, list[Tensor], list[Tensor], list[Microbatch] | None]
 _version = attrgetter("_version")
 Write = tuple[Tensor, Scalar, Tensor | None]  # a target, its value, and if it is written
 KEY = "transforms"
@@ -124,7 +124,7 @@ POSITIONAL = ("kahan_sum", "foreach", "triton", "gradient_release")
 
 
 @dataclass(slots=True)
-class Row:
+class _Row:
     """A parameter in a step: its gradient, and the flag that says if it is written."""
 
     g: Tensor | None
@@ -742,13 +742,13 @@ class BaseOptimizer(Fields, Checkpoints):
         self, works: list[Work], write: bool, made: dict[Tensor, Entry]
     ) -> tuple[list[Work], list[Write]]:
         """Return a step with rewritten gradients, and what is written besides."""
-        rows, writes = dict[Tensor, Row](), list[Write]()
+        rows, writes = dict[Tensor, _Row](), list[Write]()
         for group, params, grads, batches in works:
             for p, g, m in zip(params, grads, batches or [WHOLE_BATCH] * len(params)):
                 self._check_whole(write and not m.accumulate)
                 check_grad(path_of(group, p), p, g)
                 g = g if m.grad_scale is _WHOLE else g * m.grad_scale
-                rows[p] = Row(g.to(held_dtype(p.dtype, g.dtype)).resolve_conj(), m.finite)
+                rows[p] = _Row(g.to(held_dtype(p.dtype, g.dtype)).resolve_conj(), m.finite)
                 self._ensure(group, p, made)
         if rows:
             self._run(rows, made, writes)
@@ -764,11 +764,11 @@ class BaseOptimizer(Fields, Checkpoints):
         return rewritten, writes
 
     def _run(
-        self, rows: dict[Tensor, Row], made: dict[Tensor, Entry], writes: list[Write]
+        self, rows: dict[Tensor, _Row], made: dict[Tensor, Entry], writes: list[Write]
     ) -> None:
         """Rewrite the gradients of rows."""
         paths = names_of(self.param_groups)
-        absent = Row(None, next(iter(rows.values())).flag)
+        absent = _Row(None, next(iter(rows.values())).flag)
 
         def rewrite(
             i: int, ps: list[Tensor], entry: Entry, of: Tensor | None, step: Tensor

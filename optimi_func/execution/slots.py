@@ -167,13 +167,17 @@ class Update(NamedTuple):
         return self.slot.plain and is_plain(self.g)
 
 
-def alike(updates: list[Update], counted: bool) -> list[list[Update]]:
-    """Group updates of one kind, if `counted` of one step count. Empty ones are dropped."""
+def alike(updates: list[Update], counted: bool, reduced: bool) -> list[list[Update]]:
+    """Group updates of one kind, if `counted` of one step count. Empty ones are dropped.
+
+    Shards are apart from others if means of them are reduced.
+    """
 
     def kind(u: Update) -> tuple[object, ...]:
         tensors = u.slot.dtypes, u.slot.columns, u.slot.dense
         scalars = u.at if counted or u.slot.coded else u.scalars.statics
-        return *tensors, u.plain, u.g.dtype, u.g.device, scalars
+        where = u.g.dtype, u.g.device, reduced and u.slot.shard is not None
+        return *tensors, u.plain, *where, scalars
 
     return [*grouped([u for u in updates if u.slot.numel], kind).values()]
 

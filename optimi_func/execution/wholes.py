@@ -100,9 +100,11 @@ class WholeLaunch(Launch):
     The updates are in the same order on all processes, and `plan` plans the two passes.
     """
 
+    raw, movable = True, False
+
     def __init__(self, rule: Rule, updates: list[Update], plan: _Planner) -> None:
-        super().__init__(updates)
-        self._rule, self._first = rule, elementwise(rule, True)
+        super().__init__(rule, updates, True)
+        self._first = elementwise(rule, True)
         # Without their tensors, which a launch must not keep alive.
         self._facts = [
             (u.slot, u.at, compute_dtype(u.g.dtype, *u.slot.dtypes)) for u in updates
@@ -129,9 +131,9 @@ class WholeLaunch(Launch):
             for p, (_, _, dtype) in zip(params, self._facts)
         ]
 
-    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
+    def run(self, columns: Columns, packed: list[Packed], known: Tensor | None) -> None:
         """Update the parameters."""
-        del means
+        del known
         picked = list(map(self.pick, columns))
         p, *_ = picked
         directions = self._empty(p)
@@ -245,16 +247,18 @@ def _holders(slot: Slot, fields: list[Tensor]) -> list[Holders]:
 class ShapedLaunch(Launch):
     """Parameters that share a shaped kernel, the largest first."""
 
-    def __init__(self, kernel: ShapedKernel, updates: list[Update]) -> None:
+    raw, movable = True, False
+
+    def __init__(self, rule: Rule, updates: list[Update], kernel: ShapedKernel) -> None:
         updates = sorted(updates, key=lambda u: -u.slot.numel)
-        super().__init__(updates)
+        super().__init__(rule, updates, True)
         self._kernel, self._compensated = kernel, updates[0].slot.compensated
         self._prepared = kernel.prepared([u.p.shape for u in updates])
         self.host = self._in_place
 
-    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
+    def run(self, columns: Columns, packed: list[Packed], known: Tensor | None) -> None:
         """Update the parameters."""
-        del means
+        del known
         end = len(columns) if self._in_place else len(columns) // 2
         every = [[x[i] for i in self.places] for x in columns]
         arguments = every[: end if self._compensated else end - 1]
@@ -297,7 +301,7 @@ def plan_shaped(
         first = 3 + len(rule.fields)  # after the scalars, the parameter and the gradient
         sizes = [[n for _, n in u.slot.mapped or ()] for u in batch]
         fitting = [u for u, own in zip(batch, sizes) if run.fits(u.p.shape, own, first)]
-        launches += [ShapedLaunch(run, own) for own in split_twins(fitting) if own]
+        launches += [ShapedLaunch(rule, own, run) for own in split_twins(fitting) if own]
     places = {i for launch in launches for i in launch.places}
     return launches, [u for u in updates if u.place not in places]
 

@@ -210,8 +210,7 @@ class Rule:
         object.__setattr__(self, "counted", ("step", *self.running._fields))
         object.__setattr__(self, "fields", fields)
         object.__setattr__(self, "given", given := (*self.extras, *["z"] * self.noise))
-        twice = "step has both measure and means" * bool(self.measure and self.means)
-        why = f"direction takes {', '.join(given)}" if given else twice
+        why = f"direction takes {', '.join(given)}" if given else ""
         object.__setattr__(self, "eager", why)
         if (*fields, *self.whole_fields) != names or (
             self.whole_fields and self.whole is None

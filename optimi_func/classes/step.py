@@ -224,7 +224,7 @@ class Steps(Rewriting, Given):
         def check() -> None:
             if any_distributed(grads):
                 aligned(group, params, grads)  # raises, because their parameters are none
-            for p, part, g in zip(params, inputs[0][0], grads):
+            for p, part, g in zip(params, inputs[0].own[0], grads):
                 check_grad(path_of(group, p), part, g)
 
         launches, host = plan.launches(executor, *inputs, write, check)

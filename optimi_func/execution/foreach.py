@@ -145,13 +145,13 @@ class ForeachLaunch(Launch):
             self.rounds = ()  # `run` takes them
 
     def _given(self, columns: Columns, packed: list[Packed]) -> tuple[Leaf, Any, Scalars]:
-        lists: list[Any] = list(map(Many, self.read(columns)))
+        lists: list[Any] = list(map(Many, self.read(columns.own)))
         own = packed[self._at]
         scalars = own.scalars
         if not own.on_host:
             values = own.tensor(self.dtype, lists[0].tensors[0].device).unbind()
             scalars = fill(own.statics, pytree.tree_structure(scalars), values)
-        g: Any = Many(self.pick(columns[1]))
+        g: Any = Many(self.pick(columns.grads))
         return leaf_of(self._rule, self._codes, lists), g, scalars
 
     def measure(
@@ -175,7 +175,7 @@ class ForeachLaunch(Launch):
         leaf, g, scalars = self._given(columns, packed)
         take = taking(self._rule, _columns(known), mean)
         new: Any = leaf_step(self._rule, leaf, g, scalars, self._write, take)
-        rows = zip(self.written(columns), _listed(leaf), _listed(new))
+        rows = zip(self.read(columns.into), _listed(leaf), _listed(new))
         for target, old, result in rows:
             if result is not old:
                 torch._foreach_copy_(target, result.tensors)

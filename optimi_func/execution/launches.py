@@ -1,11 +1,11 @@
 """Launches: calls that update some parameters of a plan, and that later steps repeat."""
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from itertools import chain, islice
 from operator import attrgetter
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -83,24 +83,20 @@ class Launch:
             return items
         return [items[i] for i in self.places]
 
-    def read(self, columns: Columns) -> Columns:
-        """Pick the tensors that this launch reads, column by column."""
-        return [self.pick(columns[i]) for i in self._columns]
-
-    def written(self, columns: Columns) -> Columns:
-        """Pick those that it writes."""
-        return self.read(columns if self._in_place else columns[len(columns) // 2 :])
+    def read(self, lists: list[list[Any]]) -> list[list[Any]]:
+        """Pick the tensors of this launch, out of those that it reads or writes."""
+        return [self.pick(lists[i]) for i in self._columns]
 
     def addresses(self, columns: Columns) -> "tuple[array[int], array[int]]":
         """Return the addresses before those of the gradients, and those after them."""
         if self._in_place:
             return self._fixed
-        p, *rest = self.read(columns) + self.written(columns)
+        p, *rest = self.read(columns.own) + self.read(columns.into)
         return addresses(p), addresses(chain.from_iterable(rest))
 
     def readdress(self, columns: Columns) -> None:
         """Update these tensors from now on, which differ in their addresses alone."""
-        p, *rest = self.read(columns)
+        p, *rest = self.read(columns.own)
         self._fixed = addresses(p), addresses(chain.from_iterable(rest))
 
     def moved(self, columns: Columns) -> Self:
@@ -115,10 +111,10 @@ class Launch:
 
     def aligned(self, columns: Columns) -> list[Tensor]:
         """Pick the gradients, copied if a kernel would misread their memory."""
-        grads = self.pick(columns[1])
+        grads = self.pick(columns.grads)
         if self._aligned:
             return grads
-        return list(map(_align, self.pick(columns[0]), grads))
+        return list(map(_align, self.pick(columns.own[0]), grads))
 
     def measure(
         self, columns: Columns, packed: list[Packed], known: Tensor | None
@@ -129,7 +125,7 @@ class Launch:
         """
         del packed
         count = self.rounds[self._round(known)]
-        shape, device = (len(self.places), count), columns[1][self.places[0]].device
+        shape, device = (len(self.places), count), columns.grads[self.places[0]].device
         return torch.zeros(shape, dtype=torch.float64, device=device)
 
     def run(
@@ -147,8 +143,8 @@ def run_launches(
     columns: Columns,
     packed: list[Packed],
     at: list[int],
-    written: Columns,
-    joins: bool = False,
+    write: bool,
+    joins: bool,
 ) -> dict[int, Part]:
     """Run launches, and undo what they wrote where a `finite` flag is false.
 
@@ -160,7 +156,7 @@ def run_launches(
         flagged |= x.finite is not None
     for launch, known in _measured(launches, columns, packed):
         backups: list[tuple[Tensor, Tensor, Tensor]] = []
-        for column in written if flagged else ():
+        for column in columns.written(write) if flagged else ():
             for i, x in zip(launch.places, launch.pick(column)):
                 if x is not None and (flag := packed[at[i]].finite) is not None:
                     backups.append((x, flag, x.clone()))
@@ -252,28 +248,26 @@ class EagerLaunch(Launch):
         if not (self._size or self.shards):
             self.rounds = ()  # `run` takes them
 
-    def _slices(self, columns: Columns) -> Iterator[Columns]:
-        """Yield columns of the parameter alone, or of its elements from one to another."""
-        tensors = [x[self.places[0]] for x in columns]
-        if not self._size:
-            yield [[x] for x in tensors]
-            return
-        rows = dict.fromkeys((1, *self._columns), 1)
-        rows |= {self._columns[k]: GROUP for k in scale_places(self._codes, 1)}
-        if not self._in_place:
-            rows |= {k + len(columns) // 2: row for k, row in rows.items()}
-        flat = {k: tensors[k].as_strided((tensors[k].numel(),), (1,)) for k in rows}
-        for start in range(0, self.lengths[0], self._size):
-            end = start + self._size
-            parts = {k: x[start // rows[k] : -(-end // rows[k])] for k, x in flat.items()}
-            yield [[parts.get(k)] for k in range(len(columns))]
-
-    def _given(
+    def _slices(
         self, columns: Columns, packed: list[Packed]
-    ) -> tuple[Leaf, Tensor, Scalars]:
-        tensors = [x for (x,) in self.read(columns)]
-        leaf = leaf_of(self._rule, self._codes, tensors)
-        return leaf, columns[1][0], packed[self._at].scalars
+    ) -> Iterator[tuple[tuple[Leaf, Tensor, Scalars], list[Tensor]]]:
+        """Yield what a step of the parameter takes and writes, or steps of its slices."""
+        lists = self.read(columns.own)
+        count = len(lists)
+        lists += () if self._in_place else self.read(columns.into)
+        every = [columns.grads[self.places[0]], *[x for (x,) in lists]]
+        scales = scale_places(self._codes, 1)
+        shares = [1, *[GROUP if i in scales else 1 for i in range(count)] * 2]
+        length = self.lengths[0]
+        if self._size:
+            every = [x.as_strided((x.numel(),), (1,)) for x in every]
+        for start in range(0, length, self._size) if self._size else (0,):
+            end, part = start + self._size, every
+            if self._size:
+                rows = zip(every, shares)
+                part = [x[start // share : -(-end // share)] for x, share in rows]
+            leaf = leaf_of(self._rule, self._codes, part[1 : 1 + count])
+            yield (leaf, part[0], packed[self._at].scalars), part[-count:]
 
     def measure(
         self, columns: Columns, packed: list[Packed], known: Tensor | None
@@ -281,8 +275,8 @@ class EagerLaunch(Launch):
         """Return the means as one row."""
         wholes: list[Tensor] = []
         offset, row = 0, () if known is None else known[0].unbind()
-        for part in self._slices(columns):
-            tensors = leaf_round(self._rule, *self._given(part, packed), row)
+        for given, _ in self._slices(columns, packed):
+            tensors = leaf_round(self._rule, *given, row)
             if not self._size:
                 wholes = tensors
                 continue
@@ -304,19 +298,11 @@ class EagerLaunch(Launch):
             return taken
 
         row = () if known is None else known[0].unbind()
-        for part in self._slices(columns):
-            self._move(part, packed, taking(self._rule, row, mean))
+        for given, targets in self._slices(columns, packed):
+            take = taking(self._rule, row, mean)
+            # Its temporaries are freed before those of the next slice are made.
+            write_back(targets, leaf_step(self._rule, *given, self._write, take))
         return torch.stack(taken)[None] if self._rule.join is not None and taken else None
-
-    def _move(
-        self,
-        part: Columns,
-        packed: list[Packed],
-        take: Callable[[list[Tensor]], list[Tensor]],
-    ) -> None:
-        # Its temporaries are freed before those of the next slice are made.
-        new = leaf_step(self._rule, *self._given(part, packed), self._write, take)
-        write_back([x for (x,) in self.written(part)], new)
 
 
 class KernelLaunch(Launch):
@@ -344,10 +330,10 @@ class KernelLaunch(Launch):
     def _call(
         self, kernel: Kernel, columns: Columns, grads: list[Tensor], values: Tensor
     ) -> None:
-        p, *state = self.read(columns)
+        p, *state = self.read(columns.own)
         arguments = [p, grads, *state]
         if not self._in_place:
-            arguments += self.written(columns)
+            arguments += self.read(columns.into)
         for row, *tensors in zip(values, *arguments):
             kernel(row, *tensors)
 
@@ -417,7 +403,7 @@ class ListLaunch(Launch):
     ) -> Tensor:
         """Return the means, which depend on neither threads nor the rest of the list."""
         i, count = self._round(known), len(self.places)
-        values = packed[self._at].tensor(self.dtype, columns[1][0].device)
+        values = packed[self._at].tensor(self.dtype, columns.grads[0].device)
         if known is not None and self._pieces > count:
             known = known[self._rows]
         buffer = rows(values, self._pieces, known, self.rounds[i])

@@ -71,7 +71,7 @@ class Plan:
         """
         # A dispatch mode that watches single operations has to see them.
         watched = any_torch_dispatch_mode_on_stack()
-        grads = columns[1]
+        grads = columns.grads
         kind = executor, write, watched, packed[0].statics
         if len(packed) > 1:
             kind = *kind, tuple([x.statics for x in packed]), tuple(at)
@@ -79,7 +79,7 @@ class Plan:
             if guard.holds(grads):
                 return entry
         check()
-        rows = enumerate(zip(self.slots, *columns[:2], at))
+        rows = enumerate(zip(self.slots, columns.own[0], grads, at))
         updates = [Update(i, slot, p, g, k, packed[k]) for i, (slot, p, g, k) in rows]
         with kernel_context(grads[0].device if grads else torch.device("cpu")):
             launches = plan_launches(executor, self.rule, updates, write)
@@ -133,7 +133,7 @@ class ClassPlan(Plan):
         names = [name for name in every if name != "kahan_comp"]
         local, whole = (self.columns(x, [None] * len(params)) for x in (tensors, full))
         self.holders = [x for x in holders if x is not None]
-        super().__init__(rule, make_slots(names, rule, local, [], whole, holders))
+        super().__init__(rule, make_slots(names, rule, local, whole.own, holders))
 
     def moved(
         self, params: list[Tensor], entries: list[dict[str, object]]
@@ -155,7 +155,8 @@ class ClassPlan(Plan):
         plan.counts = Counts(tensors, *self._counting)
         columns = plan.columns(tensors, [None] * len(params))
         places = enumerate(plan.slots)
-        rows = [tuple([columns[k][i].data_ptr() for k in x.columns]) for i, x in places]
+        own = columns.own
+        rows = [tuple([own[k][i].data_ptr() for k in x.columns]) for i, x in places]
         plan.slots = [x._replace(addresses=row) for x, row in zip(self.slots, rows)]
         for kind, ((grads, (launches, host)), *_) in self._known.items():
             if all([x.movable for x in launches]):
@@ -194,14 +195,14 @@ class ClassPlan(Plan):
             return None  # a field or a whole entry is missing, or is no tensor
 
     def columns(self, tensors: list[Any], grads: list[Any]) -> Columns:
-        """Return the columns that launches take, see `Launch`."""
+        """Return the columns that launches take, which are in place."""
         count, width = len(self._lengths), len(self._names)
-        columns = [tensors[:count], grads]
+        own = [tensors[:count]]
         for i in range(self._counted, width):
-            columns.append(tensors[count + i :: width])
+            own.append(tensors[count + i :: width])
         if self._names[-1] != "kahan_comp":
-            columns.append([None] * count)
-        return columns
+            own.append([None] * count)
+        return Columns(grads, own, own)
 
     def run(
         self,
@@ -220,7 +221,6 @@ class ClassPlan(Plan):
         `after` are the running scalars after the step, and `moved` more tensors that share
         memory with what is written.
         """
-        outputs = [*columns[:1], *columns[2:]] if write else columns[2:-1]
         joins = write and self.rule.join is not None
         if not any(map(_raw, launches)):
             written = moved
@@ -228,10 +228,12 @@ class ClassPlan(Plan):
             written = tensors + moved if self._all else self._present(tensors) + moved
         else:
             counts = self.counts.tensors(tensors) if count else []
-            written = [x for x in chain(*outputs, counts, moved) if x is not None]
+            written = [
+                x for x in chain(*columns.written(write), counts, moved) if x is not None
+            ]
         # Before the kernels, whose data put these tensors out of the caches.
         raise_versions(written)
-        parts = run_launches(launches, columns, packed, at, outputs, joins)
+        parts = run_launches(launches, columns, packed, at, write, joins)
         if count:
             self.counts.advance(tensors, [] if joins else after, packed, at)
         return parts

@@ -134,30 +134,29 @@ class WholeLaunch(Launch):
     def run(self, columns: Columns, packed: list[Packed], known: Tensor | None) -> None:
         """Update the parameters."""
         del known
-        picked = list(map(self.pick, columns))
-        p, *_ = picked
-        directions = self._empty(p)
+        own = into = list(map(self.pick, columns.own))
+        directions = self._empty(own[0])
         pointers = list(map(Tensor.data_ptr, directions))
         moved, self._addresses = pointers != self._addresses and self._in_place, pointers
-        # Those of the map, whose columns are the last before the compensations.
-        last, count = len(picked) - 1, len(self._rule.whole_fields)
-        end = last if self._in_place else last // 2
-        fields, comps = picked[last - count : last], picked[end]
+        # Those of the map, which are the last before the compensations.
+        mapped = slice(-1 - len(self._rule.whole_fields), -1)
         if not self._in_place:
-            for new, old in zip(fields, picked[end - count : end]):
+            into = list(map(self.pick, columns.into))
+            for new, old in zip(into[mapped], own[mapped]):
                 torch._foreach_copy_(new, old)
+        rows = map(list, zip(directions, *into[mapped]))
         # Directions come before the state, among the results too.
-        for i in (len(picked) // 2 + 2, 2) if not self._in_place else (2,):
-            picked.insert(i, directions)
+        lists = Columns(
+            self.pick(columns.grads), *[[x[0], directions, *x[1:]] for x in (own, into)]
+        )
         for launch in self._before:
             if moved:
-                launch.readdress(picked)
-            launch.run(picked, list(map(self._of_directions, packed)), None)
-        rows = map(list, zip(directions, *fields))
-        self._map(list(rows), p, comps, [x.scalars.coeffs for x in packed])
-        moves = list(map(_of_moves, packed))
+                launch.readdress(lists)
+            launch.run(lists, list(map(self._of_directions, packed)), None)
+        self._map(list(rows), own[0], own[-1], [x.scalars.coeffs for x in packed])
+        lists, moves = lists._replace(grads=directions), list(map(_of_moves, packed))
         for launch in self._after:
-            launch.run([p, directions, *picked[2:]], moves, None)
+            launch.run(lists, moves, None)
 
     def _of_directions(self, packed: Packed) -> Packed:
         """Return the scalars of the first pass."""
@@ -259,19 +258,17 @@ class ShapedLaunch(Launch):
     def run(self, columns: Columns, packed: list[Packed], known: Tensor | None) -> None:
         """Update the parameters."""
         del known
-        end = len(columns) if self._in_place else len(columns) // 2
-        every = [[x[i] for i in self.places] for x in columns]
-        arguments = every[: end if self._compensated else end - 1]
+        picked = [[x[i] for i in self.places] for x in (columns.grads, *columns.into)]
+        grads, p, *rest = picked if self._compensated else picked[:-1]
         if not self._in_place:
             # The results, which are moved from where the parameters are.
-            old, arguments = arguments, every[end : end + len(arguments)]
-            for i in (0, *range(2, len(arguments))):
-                torch._foreach_copy_(arguments[i], old[i])
-        own, wide, device = packed[self._at], torch.float64, arguments[0][0].device
+            for new, old in zip((p, *rest), columns.own):
+                torch._foreach_copy_(new, [old[i] for i in self.places])
+        own, wide, device = packed[self._at], torch.float64, p[0].device
         # One of these keeps the scalars alive.
         values: Any = own.array(wide) if own.on_host else own.tensor(wide, device)
         at = address(values) if own.on_host else values.data_ptr()
-        table = [[at] * len(self.places), *[addresses(x) for x in arguments]]
+        table = [[at] * len(self.places), *map(addresses, (p, grads, *rest))]
         self._kernel.run(table, *self._prepared)
 
 
@@ -371,7 +368,7 @@ def _with_direction(slot: Slot, p: Tensor, d: Tensor) -> Slot:
     return slot._replace(
         dtypes=(*slot.dtypes[:end], d.dtype, *slot.dtypes[end:]),
         addresses=(*before, d.data_ptr(), *after) if slot.in_place else (),
-        columns=(*columns[:end], 2, *columns[end:]),
+        columns=(*columns[:end], 1, *columns[end:]),
         codes=(*slot.codes, False),
         dense=slot.dense and same_order(p, d),
     )

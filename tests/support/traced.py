@@ -30,7 +30,9 @@ def trace(key: KernelKey, scalars: Scalars) -> Trace:
         p, g, *rest = tensors
         leaf = leaf_of(key.rule, (), [p, *rest])
         if key.round is not None:
-            return whole_means(leaf_round(key.rule, leaf, g, now, values[key.statics.count(None) :]))
+            return whole_means(
+                leaf_round(key.rule, leaf, g, now, values[key.statics.count(None) :])
+            )
         return flat_leaf(leaf_step(key.rule, leaf, g, now, key.write, whole_means))
 
     wide = compute_dtype(*key.dtypes)

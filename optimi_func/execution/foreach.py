@@ -21,8 +21,7 @@ from optimi_func.execution.launches import (
     Launch,
     plan_eager,
 )
-from optimi_func.execution.scalars import Packed
-from optimi_func.execution.slots import Columns, Update, split_twins
+from optimi_func.execution.slots import Step, Update, split_twins
 from optimi_func.execution.tensors import leaf_of
 
 T = TypeVar("T")
@@ -144,9 +143,10 @@ class ForeachLaunch(Launch):
         if not self.shards:
             self.rounds = ()  # `run` takes them
 
-    def _given(self, columns: Columns, packed: list[Packed]) -> tuple[Leaf, Any, Scalars]:
+    def _given(self, step: Step) -> tuple[Leaf, Any, Scalars]:
+        columns = step.columns
         lists: list[Any] = list(map(Many, self.read(columns.own)))
-        own = packed[self._at]
+        own = step.packed[self._at]
         scalars = own.scalars
         if not own.on_host:
             values = own.tensor(self.dtype, lists[0].tensors[0].device).unbind()
@@ -154,17 +154,13 @@ class ForeachLaunch(Launch):
         g: Any = Many(self.pick(columns.grads))
         return leaf_of(self._rule, self._codes, lists), g, scalars
 
-    def measure(
-        self, columns: Columns, packed: list[Packed], known: Tensor | None
-    ) -> Tensor:
+    def measure(self, step: Step, known: Tensor | None) -> Tensor:
         """Return the means, a row for each parameter."""
-        given = self._given(columns, packed)
+        given = self._given(step)
         tensors: Any = leaf_round(self._rule, *given, _columns(known))
         return torch.stack([torch.stack(_mean(x).tensors) for x in tensors], dim=1)
 
-    def run(
-        self, columns: Columns, packed: list[Packed], known: Tensor | None
-    ) -> Tensor | None:
+    def run(self, step: Step, known: Tensor | None) -> Tensor | None:
         """Update the parameters."""
         taken: list[Many] = []
 
@@ -172,10 +168,10 @@ class ForeachLaunch(Launch):
             taken[:] = map(_mean, tensors)
             return taken
 
-        leaf, g, scalars = self._given(columns, packed)
+        leaf, g, scalars = self._given(step)
         take = taking(self._rule, _columns(known), mean)
         new: Any = leaf_step(self._rule, leaf, g, scalars, self._write, take)
-        rows = zip(self.read(columns.into), _listed(leaf), _listed(new))
+        rows = zip(self.read(step.columns.into), _listed(leaf), _listed(new))
         for target, old, result in rows:
             if result is not old:
                 torch._foreach_copy_(target, result.tensors)

@@ -25,8 +25,8 @@ from optimi_func.core.rule import Leaf, Rule, Scalars
 from optimi_func.execution.cpp import PIECE
 from optimi_func.execution.inductor import Kernel
 from optimi_func.execution.list_kernel import ListKernel
-from optimi_func.execution.scalars import ALIGNMENT, Packed
-from optimi_func.execution.slots import Columns, Update, scale_places
+from optimi_func.execution.scalars import ALIGNMENT
+from optimi_func.execution.slots import Columns, Step, Update, scale_places
 from optimi_func.execution.sums import Part
 from optimi_func.execution.tensors import leaf_of, write_back
 from optimi_func.execution.triton_list import DeviceTable, TritonListKernel
@@ -116,51 +116,38 @@ class Launch:
             return grads
         return list(map(_align, self.pick(columns.own[0]), grads))
 
-    def measure(
-        self, columns: Columns, packed: list[Packed], known: Tensor | None
-    ) -> Tensor:
+    def measure(self, step: Step, known: Tensor | None) -> Tensor:
         """Return the means of the next round over the local tensors, a row for each.
 
         `known` has a row of those before it.
         """
-        del packed
         count = self.rounds[self._round(known)]
-        shape, device = (len(self.places), count), columns.grads[self.places[0]].device
+        shape, device = (len(self.places), count), step.columns.grads[self.places[0]].device
         return torch.zeros(shape, dtype=torch.float64, device=device)
 
-    def run(
-        self, columns: Columns, packed: list[Packed], known: Tensor | None
-    ) -> Tensor | None:
+    def run(self, step: Step, known: Tensor | None) -> Tensor | None:
         """Update the parameters, and return the means that it has taken itself, if any.
 
         `known` are those of all `rounds`.
         """
-        del columns, packed, known
+        del step, known
 
 
-def run_launches(
-    launches: list[Launch],
-    columns: Columns,
-    packed: list[Packed],
-    at: list[int],
-    write: bool,
-    joins: bool,
-) -> dict[int, Part]:
+def run_launches(launches: list[Launch], step: Step, joins: bool) -> dict[int, Part]:
     """Run launches, and undo what they wrote where a `finite` flag is false.
 
-    `at` is, for each parameter, the index of its scalars in `packed`. Returns the sums of
-    each parameter, by its place, if the rule joins them.
+    Returns the sums of each parameter, by its place, if the rule joins them.
     """
     flagged, sums = False, dict[int, Tensor]()
-    for x in packed:
+    for x in step.packed:
         flagged |= x.finite is not None
-    for launch, known in _measured(launches, columns, packed):
+    for launch, known in _measured(launches, step):
         backups: list[tuple[Tensor, Tensor, Tensor]] = []
-        for column in columns.written(write) if flagged else ():
+        for column in step.columns.written(step.write) if flagged else ():
             for i, x in zip(launch.places, launch.pick(column)):
-                if x is not None and (flag := packed[at[i]].finite) is not None:
+                if x is not None and (flag := step.packed[step.at[i]].finite) is not None:
                     backups.append((x, flag, x.clone()))
-        taken = launch.run(columns, packed, known)
+        taken = launch.run(step, known)
         if joins and (taken := known if taken is None else taken) is not None:
             rows = taken.to(scalar_dtype(taken.device)).unbind()
             rows = torch._foreach_mul(rows, launch.lengths.tolist())
@@ -169,12 +156,10 @@ def run_launches(
             x.copy_(torch.where(flag, x, old))
     if not joins:
         return {}
-    return {i: (sums.get(i), packed[k].finite) for i, k in enumerate(at)}
+    return {i: (sums.get(i), step.packed[k].finite) for i, k in enumerate(step.at)}
 
 
-def _measured(
-    launches: list[Launch], columns: Columns, packed: list[Packed]
-) -> Iterator[tuple[Launch, Tensor | None]]:
+def _measured(launches: list[Launch], step: Step) -> Iterator[tuple[Launch, Tensor | None]]:
     """Yield launches with the means of all their rounds, a row for each tensor.
 
     Each is measured when it is to run, while its tensors are in a cache. Shards are
@@ -187,11 +172,11 @@ def _measured(
             continue
         known = launch.sizes
         for _ in launch.rounds:
-            known = _behind(known, launch.measure(columns, packed, known))
+            known = _behind(known, launch.measure(step, known))
         yield launch, known
     every = [launch.sizes for launch in together] if together else []
     for _ in together[0].rounds if together else ():
-        found = [x.measure(columns, packed, known) for x, known in zip(together, every)]
+        found = [x.measure(step, known) for x, known in zip(together, every)]
         every = list(map(_behind, every, _over_shards(together, found)))
     yield from zip(together, every)
 
@@ -249,9 +234,10 @@ class EagerLaunch(Launch):
             self.rounds = ()  # `run` takes them
 
     def _slices(
-        self, columns: Columns, packed: list[Packed]
+        self, step: Step
     ) -> Iterator[tuple[tuple[Leaf, Tensor, Scalars], list[Tensor]]]:
         """Yield what a step of the parameter takes and writes, or steps of its slices."""
+        columns, scalars = step.columns, step.packed[self._at].scalars
         lists = self.read(columns.own)
         count = len(lists)
         lists += () if self._in_place else self.read(columns.into)
@@ -267,15 +253,13 @@ class EagerLaunch(Launch):
                 rows = zip(every, shares)
                 part = [x[start // share : -(-end // share)] for x, share in rows]
             leaf = leaf_of(self._rule, self._codes, part[1 : 1 + count])
-            yield (leaf, part[0], packed[self._at].scalars), part[-count:]
+            yield (leaf, part[0], scalars), part[-count:]
 
-    def measure(
-        self, columns: Columns, packed: list[Packed], known: Tensor | None
-    ) -> Tensor:
+    def measure(self, step: Step, known: Tensor | None) -> Tensor:
         """Return the means as one row."""
         wholes: list[Tensor] = []
         offset, row = 0, () if known is None else known[0].unbind()
-        for given, _ in self._slices(columns, packed):
+        for given, _ in self._slices(step):
             tensors = leaf_round(self._rule, *given, row)
             if not self._size:
                 wholes = tensors
@@ -287,9 +271,7 @@ class EagerLaunch(Launch):
         # The bits of a mean depend on how its elements are added up.
         return torch.stack(whole_means(wholes))[None]
 
-    def run(
-        self, columns: Columns, packed: list[Packed], known: Tensor | None
-    ) -> Tensor | None:
+    def run(self, step: Step, known: Tensor | None) -> Tensor | None:
         """Update the parameter."""
         taken: list[Tensor] = []
 
@@ -298,7 +280,7 @@ class EagerLaunch(Launch):
             return taken
 
         row = () if known is None else known[0].unbind()
-        for given, targets in self._slices(columns, packed):
+        for given, targets in self._slices(step):
             take = taking(self._rule, row, mean)
             # Its temporaries are freed before those of the next slice are made.
             write_back(targets, leaf_step(self._rule, *given, self._write, take))
@@ -337,23 +319,20 @@ class KernelLaunch(Launch):
         for row, *tensors in zip(values, *arguments):
             kernel(row, *tensors)
 
-    def measure(
-        self, columns: Columns, packed: list[Packed], known: Tensor | None
-    ) -> Tensor:
+    def measure(self, step: Step, known: Tensor | None) -> Tensor:
         """Return the means, which the kernel writes after each row of scalars."""
         i = self._round(known)
-        grads = self.aligned(columns)
-        values = packed[self._at].tensor(self.dtype, grads[0].device)
+        grads = self.aligned(step.columns)
+        values = step.packed[self._at].tensor(self.dtype, grads[0].device)
         values = rows(values, len(grads), known, self.rounds[i])
-        self._call(self._kernels[i], columns, grads, values)
+        self._call(self._kernels[i], step.columns, grads, values)
         return values[:, -self.rounds[i] :]
 
-    def run(
-        self, columns: Columns, packed: list[Packed], known: Tensor | None
-    ) -> Tensor | None:
+    def run(self, step: Step, known: Tensor | None) -> Tensor | None:
         """Update the parameters."""
-        grads, kernel = self.aligned(columns), self._kernels[-1]
-        values = packed[self._at].tensor(self.dtype, grads[0].device)
+        columns, kernel = step.columns, self._kernels[-1]
+        grads = self.aligned(columns)
+        values = step.packed[self._at].tensor(self.dtype, grads[0].device)
         if known is None:
             values = values.expand(len(grads), -1)
         else:
@@ -398,33 +377,29 @@ class ListLaunch(Launch):
         before, after = self.addresses(columns)
         return before + addresses(grads) + after
 
-    def measure(
-        self, columns: Columns, packed: list[Packed], known: Tensor | None
-    ) -> Tensor:
+    def measure(self, step: Step, known: Tensor | None) -> Tensor:
         """Return the means, which depend on neither threads nor the rest of the list."""
         i, count = self._round(known), len(self.places)
-        values = packed[self._at].tensor(self.dtype, columns.grads[0].device)
+        grads = self.aligned(step.columns)
+        values = step.packed[self._at].tensor(self.dtype, grads[0].device)
         if known is not None and self._pieces > count:
             known = known[self._rows]
         buffer = rows(values, self._pieces, known, self.rounds[i])
-        step = buffer.stride(0) * buffer.element_size()
-        # They may be copies, so they have to be alive until the kernel has run.
-        grads = self.aligned(columns)
-        table = self._table(columns, grads)
-        self.kernels[i].run(buffer.data_ptr(), table, self.lengths, per_piece=step)
+        each = buffer.stride(0) * buffer.element_size()
+        # Gradients may be copies, which have to be alive until the kernel has run.
+        table = self._table(step.columns, grads)
+        self.kernels[i].run(buffer.data_ptr(), table, self.lengths, per_piece=each)
         means = buffer[:, -self.rounds[i] :]
         if self._pieces == count:
             return means
         sums = torch.zeros((count, self.rounds[i]), dtype=torch.float64, device="cpu")
         return sums.index_add_(0, self._rows, means * self._shares[:, None])
 
-    def run(
-        self, columns: Columns, packed: list[Packed], known: Tensor | None
-    ) -> Tensor | None:
+    def run(self, step: Step, known: Tensor | None) -> Tensor | None:
         """Update the parameters."""
-        own, per_row = packed[self._at], 0
-        grads = self.aligned(columns)
-        table = self._table(columns, grads)
+        packed, per_row = step.packed, 0
+        own, grads = packed[self._at], self.aligned(step.columns)
+        table = self._table(step.columns, grads)
         if known is None and all(map(_on_host, packed)):
             if len(self._several) == 1:
                 values = own.array(self.dtype)

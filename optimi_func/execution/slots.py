@@ -39,6 +39,19 @@ class Columns(NamedTuple):
         return self.into if write else self.into[1:-1]
 
 
+class Step(NamedTuple):
+    """One step of a plan's parameters.
+
+    `at` is, for each parameter, the index of its scalars in `packed`. With write=False it
+    moves the state alone.
+    """
+
+    columns: Columns
+    packed: list[Packed]
+    at: list[int]
+    write: bool
+
+
 class Slot(NamedTuple):
     """Facts about the local tensors of one parameter and its state.
 

@@ -26,7 +26,7 @@ from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.launches import run_launches
 from optimi_func.execution.plans import Plan, raise_versions
 from optimi_func.execution.scalars import pack
-from optimi_func.execution.slots import Columns, make_slots
+from optimi_func.execution.slots import Columns, Step, make_slots
 from optimi_func.execution.sums import Part, Unit, join, write_running
 from optimi_func.execution.tensors import is_capturing
 from optimi_func.pure.functional import FunctionalOptimizer
@@ -124,15 +124,15 @@ class TreeUpdate:
         """Update leaves by their plan."""
         at = [self._at[i] for i in places]
         packed, at = pack(self._rule, self._scalars, at, microbatches, write)
-        inputs = columns, packed, at
+        inputs = Step(columns, packed, at, write)
 
         def check() -> None:
             for i, p, g in zip(places, columns.own[0], columns.grads):
                 checks.check_grad(path_of(self._tree.params, i), p, g)
 
-        launches, _ = plan.launches(self._executor, *inputs, write, check)
+        launches, _ = plan.launches(self._executor, inputs, check)
         joins = write and self._rule.join is not None
-        parts = run_launches(launches, *inputs, write, joins)
+        parts = run_launches(launches, inputs, joins)
         sums = {places[i]: part for i, part in parts.items()}
         if not columns.in_place:
             return sums

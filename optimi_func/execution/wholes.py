@@ -41,7 +41,7 @@ from optimi_func.execution.kernels import (
 from optimi_func.execution.launches import Launch, addresses
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.shaped import EXAMPLES, ShapedKernel, example_of
-from optimi_func.execution.slots import Columns, Slot, Update, split_twins
+from optimi_func.execution.slots import Columns, Slot, Step, Update, split_twins
 
 _Planner: TypeAlias = Callable[[Rule, list[Update], bool], list[Launch]]
 
@@ -131,9 +131,10 @@ class WholeLaunch(Launch):
             for p, (_, _, dtype) in zip(params, self._facts)
         ]
 
-    def run(self, columns: Columns, packed: list[Packed], known: Tensor | None) -> None:
+    def run(self, step: Step, known: Tensor | None) -> None:
         """Update the parameters."""
         del known
+        columns, packed = step.columns, step.packed
         own = into = list(map(self.pick, columns.own))
         directions = self._empty(own[0])
         pointers = list(map(Tensor.data_ptr, directions))
@@ -149,14 +150,15 @@ class WholeLaunch(Launch):
         lists = Columns(
             self.pick(columns.grads), *[[x[0], directions, *x[1:]] for x in (own, into)]
         )
+        first = list(map(self._of_directions, packed))
         for launch in self._before:
             if moved:
                 launch.readdress(lists)
-            launch.run(lists, list(map(self._of_directions, packed)), None)
+            launch.run(step._replace(columns=lists, packed=first), None)
         self._map(list(rows), own[0], own[-1], [x.scalars.coeffs for x in packed])
         lists, moves = lists._replace(grads=directions), list(map(_of_moves, packed))
         for launch in self._after:
-            launch.run(lists, moves, None)
+            launch.run(step._replace(columns=lists, packed=moves), None)
 
     def _of_directions(self, packed: Packed) -> Packed:
         """Return the scalars of the first pass."""
@@ -255,16 +257,17 @@ class ShapedLaunch(Launch):
         self._prepared = kernel.prepared([u.p.shape for u in updates])
         self.host = self._in_place
 
-    def run(self, columns: Columns, packed: list[Packed], known: Tensor | None) -> None:
+    def run(self, step: Step, known: Tensor | None) -> None:
         """Update the parameters."""
         del known
+        columns = step.columns
         picked = [[x[i] for i in self.places] for x in (columns.grads, *columns.into)]
         grads, p, *rest = picked if self._compensated else picked[:-1]
         if not self._in_place:
             # The results, which are moved from where the parameters are.
             for new, old in zip((p, *rest), columns.own):
                 torch._foreach_copy_(new, [old[i] for i in self.places])
-        own, wide, device = packed[self._at], torch.float64, p[0].device
+        own, wide, device = step.packed[self._at], torch.float64, p[0].device
         # One of these keeps the scalars alive.
         values: Any = own.array(wide) if own.on_host else own.tensor(wide, device)
         at = address(values) if own.on_host else values.data_ptr()

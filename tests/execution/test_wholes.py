@@ -20,7 +20,7 @@ from optimi_func.execution import wholes
 from optimi_func.execution.launches import run_launches
 from optimi_func.execution.plans import Plan
 from optimi_func.execution.scalars import pack
-from optimi_func.execution.slots import Columns, make_slots
+from optimi_func.execution.slots import Columns, Step, make_slots
 from optimi_func.optimizers.sgd import SGD
 from optimi_func.pure.tree import LeafState
 
@@ -262,9 +262,9 @@ def test_three_passes_are_the_pipelines_step(executor: Any, comp: bool) -> None:
         columns = Columns(grads, own, there)
         slots = make_slots(names, rule, columns, own)
         with torch.no_grad():
-            inputs = columns, packed, at
-            launches, _ = Plan(rule, slots).launches(executor, *inputs, True, lambda: None)
-            run_launches(launches, *inputs, True, False)
+            inputs = Step(columns, packed, at, True)
+            launches, _ = Plan(rule, slots).launches(executor, inputs, lambda: None)
+            run_launches(launches, inputs, False)
         for i, want in enumerate(wanted):
             torch.testing.assert_close(there[0][i], want.p, rtol=1e-2, atol=1e-5)
             buffer = want.state.momentum_buffer

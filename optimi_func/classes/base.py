@@ -93,6 +93,7 @@ from optimi_func.execution.counts import write_scalar
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.plans import ClassPlan
 from optimi_func.execution.scalars import Packed, pack, scalars_after
+from optimi_func.execution.slots import Step
 from optimi_func.execution.sums import Part, Unit, join, write_running
 from optimi_func.execution.tensors import flat_leaf, is_capturing, uncollected
 from optimi_func.pure.casts import PLAIN
@@ -1003,19 +1004,19 @@ class BaseOptimizer(Fields, Checkpoints):
         packed, at, after = self._scalars(
             work, bound, plan, tensors, capturable, write, made
         )
-        inputs = plan.columns(tensors, grads), packed, at
+        step = Step(plan.columns(tensors, grads), packed, at, write)
 
         def check() -> None:
             if any_distributed(grads):
                 aligned(group, params, grads)  # raises, because their parameters are none
-            for p, part, g in zip(params, inputs[0][0], grads):
+            for p, part, g in zip(params, step.columns.own[0], grads):
                 check_grad(path_of(group, p), part, g)
 
-        launches, host = plan.launches(executor_of(group), *inputs, write, check)
+        launches, host = plan.launches(executor_of(group), step, check)
         host = host and plan.counts.native is not None and all(map(_on_host, packed))
         # Autograd has not seen that the local shards of these were written.
         moved = params if write and plan.viewed else []
-        run = partial(plan.run, launches, tensors, *inputs, after, moved, write, count)
+        run = partial(plan.run, launches, tensors, step, after, moved, count)
         return run, host, plan.holders
 
     def _scalars(

@@ -4,7 +4,7 @@ Pure: nothing passed in is written. Every executor calls `leaf_step`, so that ex
 differ in where they compute and write, but not in the formula.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -37,16 +37,35 @@ def whole_means(tensors: list[Tensor]) -> list[Tensor]:
     return [x.mean() if x.numel() else x.sum() for x in tensors]
 
 
-def count_means(rule: Rule, rates: Rates, write: bool = True) -> int:
-    """Return the number of means over the whole tensor that a step takes.
+def count_means(rule: Rule, rates: Rates, write: bool = True) -> tuple[int, ...]:
+    """Return the number of means over the whole tensor in each round of a step.
 
-    Those before the direction come after the number of elements.
+    A round is before the direction (`Rule.measure`) or after it, and a step has at most
+    one of each. Those of the first are known with the number of elements before them.
     """
-    if rule.measure is not None:
-        return 1 + rule.measure.number
-    if not write:
-        return 0
-    return len(rates.cautious) + (rule.means.number if rule.means is not None else 0)
+    before = () if rule.measure is None else (rule.measure.number,)
+    after = len(rates.cautious) + (rule.means.number if rule.means is not None else 0)
+    return (*before, after) if after and write else before
+
+
+def taking(
+    rule: Rule, known: Sequence[Tensor], mean: Callable[[list[Any]], list[Any]]
+) -> Callable[[list[Any]], list[Any]]:
+    """Return a `take_means` of known means, which calls `mean` for the others.
+
+    If the rule has `measure`, the first known is the number of elements.
+    """
+    left: list[Any] = list(known)
+
+    def take(tensors: list[Any]) -> list[Any]:
+        sized = rule.measure is not None and len(left) == len(known)
+        count = len(tensors) + sized
+        if count > len(left):
+            left[sized:] = mean(tensors)
+        now, left[:] = left[:count], left[count:]
+        return [x.to(tensors[0].dtype) for x in now]
+
+    return take
 
 
 def leaf_sums(rule: Rule, leaf: Leaf, coeffs: object, means: list[Tensor] | None) -> Tensor:
@@ -289,16 +308,21 @@ def _delta(
     return -plus(lr * d, r.decay, decaying) / divisor
 
 
-def leaf_means(rule: Rule, leaf: Leaf, g: Tensor, scalars: Scalars) -> list[Tensor]:
-    """Return the means that a step of this leaf takes. A compiler drops all else of it."""
-    means: list[Tensor] = []
+def leaf_round(
+    rule: Rule, leaf: Leaf, g: Tensor, scalars: Scalars, known: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return the tensors whose means a step takes after those known (see `taking`).
 
-    def take(tensors: list[Tensor]) -> list[Tensor]:
-        means.extend(whole_means(tensors))
-        return [*means[: rule.measure is not None], *means]  # numel is known later
+    A compiler drops all else of the step.
+    """
+    found: list[list[Tensor]] = []
 
-    leaf_step(rule, leaf, g, scalars, True, take)
-    return means
+    def mean(tensors: list[Tensor]) -> list[Tensor]:
+        found.append(tensors)
+        return whole_means(tensors)
+
+    leaf_move(rule, leaf, g, scalars, True, taking(rule, known, mean))
+    return found[0]
 
 
 def _add(

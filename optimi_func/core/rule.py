@@ -233,9 +233,7 @@ class Rule:
     @property
     def eager(self) -> str:
         """Why its steps run operation by operation; "" if kernels can take them."""
-        if self.given:
-            return f"direction takes {', '.join(self.given)}"
-        return "step has both measure and means" if self.measure and self.means else ""
+        return f"direction takes {', '.join(self.given)}" if self.given else ""
 
     def advance(
         self, t: Scalar, lr: Scalar, running: Named, numbers: Mapping[str, object]

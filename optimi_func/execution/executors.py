@@ -5,7 +5,7 @@ kernel takes all tensors that share dtypes and scalars. Without one, a kernel is
 each tensor.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import compress
 from typing import Literal, TypeAlias
@@ -40,7 +40,6 @@ from optimi_func.execution.launches import (
     plan_eager,
 )
 from optimi_func.execution.list_kernel import ListKernel, may_replace, replacing
-from optimi_func.execution.measured import MeasuredLaunch, ShardedLaunch
 from optimi_func.execution.slots import Update, alike, split_twins
 from optimi_func.execution.tensors import is_capturing
 from optimi_func.execution.triton_list import TritonListKernel
@@ -86,26 +85,12 @@ def plan_launches(
     # A list kernel takes rows of scalars, if it has to write no means behind them.
     counted = executor in ("foreach", "eager") or rule.means is not None
     counted = counted or rule.measure is not None
-
-    def planned(some: Iterator[Update]) -> list[Launch]:
-        groups = alike(list(some), counted)
-        return [x for group in groups for x in plan(rule, group, write)]
-
-    together = [
-        u.slot.shard is not None
-        and rule.join is None  # its sums are reduced at the end of the step
-        and count_means(rule, u.scalars.scalars.rates, write) > 0
-        for u in updates
-    ]
-    launches = planned(compress(updates, [not held for held in together]))
-    if rule.measure is not None and rule.means is None:
-        number, by_place = rule.measure.number, {u.place: u for u in updates}
-        rows = [(x, [by_place[i] for i in x.places]) for x in launches]
-        launches = [MeasuredLaunch(number, *row) for row in rows]
-    if any(together):
-        sharded = list(compress(updates, together))
-        launches.append(ShardedLaunch(rule, planned(iter(sharded)), sharded, write))
-    return launches
+    # Other processes wait for the message about means that these are in.
+    reduced = [u for u in updates if u.slot.shard is not None and rule.join is None]
+    reduced = [u for u in reduced if count_means(rule, u.scalars.scalars.rates, write)]
+    groups = alike(updates, counted, bool(reduced))
+    launches = [x for group in groups for x in plan(rule, group, write)]
+    return launches + [Launch(rule, [u], write) for u in reduced if not u.slot.numel]
 
 
 def _plan_auto(rule: Rule, updates: list[Update], write: bool) -> list[Launch]:
@@ -154,31 +139,33 @@ def _plan_kernels(rule: Rule, updates: list[Update], write: bool) -> list[Launch
     around = slot.coded and has_list_kernels(device)
     if not slot.dense or (around and not (slot.in_place and can_run(slot))):
         return plan_eager(rule, updates, write)
-    count = count_means(rule, first.scalars.scalars.rates, write)
-    make = partial(_kernel, rule, first, write, around, count > 0)
-    run, mean = make(False), make(True) if count else None
+    rounds = count_means(rule, first.scalars.scalars.rates, write)
+    make = partial(_kernel, rule, first, write, around, bool(rounds))
+    run, *means = [make(None), *map(make, range(len(rounds)))]
     # It would upload its table within the capture, from memory that is freed.
     if isinstance(run, TritonListKernel) and is_capturing(device):
         run = run.single
-    listed = all(isinstance(x, ListKernel) for x in (run, mean or run))
+    kernels = [*means, run]
+    lists = [x for x in kernels if isinstance(x, ListKernel)]
+    listed = len(lists) == len(kernels)
     if around and not (listed and are_exact()):
         return plan_eager(rule, updates, write)
     # Length 1 would specialise the graph of a single kernel.
-    least = 1 if listed or (isinstance(run, TritonListKernel) and not count) else 2
+    least = 1 if listed or (isinstance(run, TritonListKernel) and not means) else 2
     group = GROUP if any(slot.codes) and not around else 1
     fit = [u.slot.numel >= least and u.slot.numel % group == 0 for u in updates]
     launches = plan_eager(rule, list(compress(updates, [not x for x in fit])), write)
     direct = list(compress(updates, fit))
     in_one_call = isinstance(run, ListKernel | TritonListKernel)
     for batch in split_twins(direct) if in_one_call else [direct]:
-        if isinstance(run, ListKernel) and (mean is None or isinstance(mean, ListKernel)):
+        if listed:
             parts = [batch]
-            if mean is not None:
+            if means:
                 parts = list(chunks(batch, MEASURED, lambda u: u.slot.numel))
-            launches += [ListLaunch(run, mean, count, part) for part in parts]
+            launches += [ListLaunch(rule, part, write, lists) for part in parts]
         else:
             same = grouped(batch, lambda u: u.at).values()
-            launches += [KernelLaunch(run, mean, count, x) for x in same]
+            launches += [KernelLaunch(rule, x, write, kernels) for x in same]
     return launches
 
 
@@ -188,11 +175,11 @@ def _kernel(
     write: bool,
     around: bool,
     has_means: bool,
-    measures: bool,
+    measures: int | None,
 ) -> Kernel:
     """Compile a kernel for updates like `u`; it is called within `codecs` if `around`.
 
-    A step that has means takes two, of which one measures.
+    A step that has means takes several, of which all but one measure a round.
     """
     slot, decodes = u.slot, u.slot.coded and not around
     p, *rest = slot.dtypes if decodes else slot.decoded
@@ -211,8 +198,8 @@ def _kernel(
         count = len(u.scalars.array(wide))
         if isinstance(result, ListKernel) and may_replace(result, count, wide, key.dtypes):
             return replacing(result, arguments_of(slot, write, True, widens))
-    result = kernel(key._replace(measures=measures), u.scalars.scalars)
+    result = kernel(key._replace(round=measures), u.scalars.scalars)
     if around and isinstance(result, ListKernel):
-        arguments = arguments_of(slot, write, not measures, widens)
+        arguments = arguments_of(slot, write, measures is None, widens)
         return ListKernel(*result.made_of, arguments)
     return result

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.leaf import compute_dtype, leaf_means, leaf_step
+from optimi_func.core.leaf import compute_dtype, leaf_round, leaf_step, taking
 from optimi_func.core.lists import chunks
 from optimi_func.core.rule import Leaf, Rule, Scalars
 from optimi_func.execution.kernels import fill
@@ -21,8 +21,7 @@ from optimi_func.execution.launches import (
     Launch,
     plan_eager,
 )
-from optimi_func.execution.scalars import Packed
-from optimi_func.execution.slots import Columns, Update, split_twins
+from optimi_func.execution.slots import Step, Update, split_twins
 from optimi_func.execution.tensors import leaf_of
 
 T = TypeVar("T")
@@ -139,43 +138,54 @@ def plan_foreach(rule: Rule, updates: list[Update], write: bool) -> list[Launch]
 class ForeachLaunch(Launch):
     """A chunk of parameters, which is updated by operations on lists."""
 
-    raw, movable = False, True
-
     def __init__(self, rule: Rule, updates: list[Update], write: bool) -> None:
-        super().__init__(updates)
-        self._rule, self._write = rule, write
+        super().__init__(rule, updates, write)
+        if not self.shards:
+            self.rounds = ()  # `run` takes them
 
-    def _given(self, columns: Columns, packed: list[Packed]) -> tuple[Leaf, Any, Scalars]:
-        lists: list[Any] = list(map(Many, self.read(columns)))
-        own = packed[self._at]
+    def _given(self, step: Step) -> tuple[Leaf, Any, Scalars]:
+        columns = step.columns
+        lists: list[Any] = list(map(Many, self.read(columns.own)))
+        own = step.packed[self._at]
         scalars = own.scalars
         if not own.on_host:
             values = own.tensor(self.dtype, lists[0].tensors[0].device).unbind()
             scalars = fill(own.statics, pytree.tree_structure(scalars), values)
-        g: Any = Many(self.pick(columns[1]))
+        g: Any = Many(self.pick(columns.grads))
         return leaf_of(self._rule, self._codes, lists), g, scalars
 
-    def measure(self, columns: Columns, packed: list[Packed]) -> Tensor:
+    def measure(self, step: Step, known: Tensor | None) -> Tensor:
         """Return the means, a row for each parameter."""
-        means: Any = leaf_means(self._rule, *self._given(columns, packed))
-        return torch.stack([torch.stack(x.tensors) for x in means], dim=1)
+        given = self._given(step)
+        tensors: Any = leaf_round(self._rule, *given, _columns(known))
+        return torch.stack([torch.stack(_mean(x).tensors) for x in tensors], dim=1)
 
-    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
+    def run(self, step: Step, known: Tensor | None) -> Tensor | None:
         """Update the parameters."""
-        known = [] if means is None else [Many(list(x.unbind())) for x in means.unbind(1)]
+        taken: list[Many] = []
 
-        def take(measured: list[Any]) -> list[Any]:
-            known[:] = known or [Many([y.mean() for y in x.tensors]) for x in measured]
-            return [x.to(measured[0].dtype) for x in known]
+        def mean(tensors: list[Many]) -> list[Many]:
+            taken[:] = map(_mean, tensors)
+            return taken
 
-        leaf, g, scalars = self._given(columns, packed)
+        leaf, g, scalars = self._given(step)
+        take = taking(self._rule, _columns(known), mean)
         new: Any = leaf_step(self._rule, leaf, g, scalars, self._write, take)
-        rows = zip(self.written(columns), _listed(leaf), _listed(new))
+        rows = zip(self.read(step.columns.into), _listed(leaf), _listed(new))
         for target, old, result in rows:
             if result is not old:
                 torch._foreach_copy_(target, result.tensors)
-        if self._rule.join is not None:
-            self.taken = torch.stack([torch.stack(x.tensors) for x in known], dim=1)
+        if self._rule.join is None or not taken:
+            return None
+        return torch.stack([torch.stack(x.tensors) for x in taken], dim=1)
+
+
+def _mean(x: Many) -> Many:
+    return Many([y.mean() for y in x.tensors])
+
+
+def _columns(known: Tensor | None) -> Any:
+    return [] if known is None else [Many(list(x.unbind())) for x in known.unbind(1)]
 
 
 def _listed(leaf: Leaf) -> list[Any]:

@@ -21,7 +21,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from optimi_func.core.codes import GROUP
-from optimi_func.core.leaf import compute_dtype, count_means, leaf_means, leaf_step
+from optimi_func.core.leaf import (
+    compute_dtype,
+    count_means,
+    leaf_round,
+    leaf_step,
+    taking,
+    whole_means,
+)
 from optimi_func.core.rule import Rule, Scalars
 from optimi_func.core.torch_private import has_stance, is_switched_off
 from optimi_func.execution import store
@@ -52,10 +59,10 @@ class KernelKey(NamedTuple):
     in_place: bool  # False: results go to more arguments, the targets
     dtypes: tuple[torch.dtype, ...]  # of p, g, the state's fields, the compensation
     device: torch.device
-    # A step with means over the tensor takes two kernels: one measures them and writes them
-    # behind the scalars, where the other reads them. One graph would keep everything that
-    # it computes before the means in tensors as long as the parameter.
-    measures: bool = False
+    # A step with means over the tensor takes a kernel for each round of them, which writes
+    # them behind the scalars and those known, and one that reads them all. One graph would
+    # keep everything that it computes before the means in tensors as long as the parameter.
+    round: int | None = None
     # Fields of the state that the kernel itself decodes: two tensors each.
     codes: tuple[bool, ...] = ()
     shape: tuple[int, ...] = ()  # of the example of a kernel that maps whole tensors
@@ -76,7 +83,7 @@ class KernelKey(NamedTuple):
         kinds = (str(d).removeprefix("torch.") for d in dict.fromkeys(self.dtypes))
         flags = [f for f in ("write", "in_place", "compensated") if getattr(self, f)]
         statics = [str(s) for s in self.statics if s is not None]
-        part = ["mean"] if self.measures else []
+        part = [] if self.round is None else ["mean" + "2" * self.round]
         codes = ["codes"] if any(self.codes) else []
         sizes = list(map(str, self.shape))
         return "_".join([self.rule.name, *kinds, *flags, *statics, *part, *codes, *sizes])
@@ -176,8 +183,11 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
     if is_switched_off():
         raise SwitchedOffError
     spec = pytree.tree_structure(scalars)
-    count = count_means(key.rule, scalars.rates, key.write)
-    run = _body(key, spec, count)
+    means = count_means(key.rule, scalars.rates, key.write)
+    # A kernel that measures a round is given those before it, and writes its own.
+    means = means if key.round is None else means[: key.round + 1]
+    count = sum(means) + (key.rule.measure is not None)
+    run = _body(key, spec)
     entry, listed = "", has_list_kernels(key.device) and not key.codes
     # Only torch.compile knows what a stance asks for.
     if key.device.type == "cpu" and not has_stance():
@@ -257,8 +267,8 @@ def _example(key: KernelKey, count: int, length: int) -> list[Tensor]:
     return [numbers, *tensors, *targets]
 
 
-def _body(key: KernelKey, spec: pytree.TreeSpec, count: int) -> Kernel:
-    """Return the function to compile; `count` is the number of means in a step."""
+def _body(key: KernelKey, spec: pytree.TreeSpec) -> Kernel:
+    """Return the function to compile."""
     rule, inputs = key.rule, len(key.dtypes)
 
     def run(numbers: Tensor, *tensors: Tensor) -> None:
@@ -266,13 +276,15 @@ def _body(key: KernelKey, spec: pytree.TreeSpec, count: int) -> Kernel:
         scalars = fill(key.statics, spec, values)
         p, g, *rest = tensors[:inputs]
         leaf = leaf_of(rule, key.codes, [p, *rest])
-        if key.measures:
-            measured = leaf_means(rule, leaf, g, scalars)
-            for place, mean in zip(numbers.split(1)[-len(measured) :], measured):
+        known = values[key.statics.count(None) :]
+        if key.round is not None:
+            count = count_means(rule, scalars.rates, key.write)[key.round]
+            found = leaf_round(rule, leaf, g, scalars, known[:-count])
+            for place, mean in zip(numbers.split(1)[-count:], whole_means(found)):
                 place.copy_(mean.reshape(1))
             return
-        means = list(values[len(values) - count :])
-        new = leaf_step(rule, leaf, g, scalars, key.write, lambda _: means)
+        take = taking(rule, known, whole_means)
+        new = leaf_step(rule, leaf, g, scalars, key.write, take)
         write_back(flat_leaf(leaf) if key.in_place else tensors[inputs:], new)
 
     return run

@@ -1,20 +1,23 @@
 """Launches: calls that update some parameters of a plan, and that later steps repeat."""
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from itertools import chain
-from typing import Self, TypeVar
+from itertools import chain, islice
+from operator import attrgetter
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from optimi_func.core.codes import GROUP, same_order
+from optimi_func.core.distributed import ShardSpec, all_reduce_sum
 from optimi_func.core.leaf import (
     compute_dtype,
     count_means,
-    leaf_move,
+    leaf_round,
     leaf_step,
+    taking,
     whole_means,
 )
 from optimi_func.core.math import scalar_dtype
@@ -22,13 +25,14 @@ from optimi_func.core.rule import Leaf, Rule, Scalars
 from optimi_func.execution.cpp import PIECE
 from optimi_func.execution.inductor import Kernel
 from optimi_func.execution.list_kernel import ListKernel
-from optimi_func.execution.scalars import ALIGNMENT, Packed
-from optimi_func.execution.slots import Columns, Update, scale_places
+from optimi_func.execution.scalars import ALIGNMENT
+from optimi_func.execution.slots import Columns, Step, Update, scale_places
 from optimi_func.execution.sums import Part
 from optimi_func.execution.tensors import leaf_of, write_back
 from optimi_func.execution.triton_list import DeviceTable, TritonListKernel
 
 T = TypeVar("T")
+_on_host = attrgetter("on_host")
 # Temporaries that are alive at once, at most: those of Adan with Kahan summation.
 TEMPORARIES = 18
 # Single operations update parameters of at least so many elements in slices, whose
@@ -40,26 +44,38 @@ SLICED, ROOM, LEAST, AT_ONCE = 1_000_000, 2, 1 << 12, 1 << 18
 class Launch:
     """A call that updates some of a plan's parameters; nothing happens before `run`.
 
-    It is made of updates of one kind (see `alike`) in ascending order.
+    It is made of updates of one kind (see `alike`) in ascending order. The base class is
+    that of empty tensors.
     """
 
     host = False  # with scalars on the host, `run` calls no operation of torch
-    raw = True  # `run` may write past autograd, whose versions then count nothing
-    movable = False  # `readdress` is all that other addresses take
-    taken: Tensor | None = None  # the means that the last `run` took, a row for each
+    raw = False  # `run` may write past autograd, whose versions then count nothing
+    movable = True  # `readdress` is all that other addresses take
 
-    def __init__(self, updates: Sequence[Update]) -> None:
+    def __init__(self, rule: Rule, updates: Sequence[Update], write: bool) -> None:
         first = updates[0]
         self.places = [u.place for u in updates]
-        self._at = first.at
+        self.lengths = array("q", [u.slot.numel for u in updates])
+        self._rule, self._write, self._at = rule, write, first.at
         self.dtype = compute_dtype(first.g.dtype, *first.slot.dtypes)
         self._columns, self._codes = first.slot.columns, first.slot.codes
         self._in_place = first.slot.in_place
-        self._lengths = array("q", [u.slot.numel for u in updates])
         # The addresses of the parameters, and those of all columns after the gradients.
         p, *rest = zip(*[u.slot.addresses for u in updates]) if self._in_place else [()]
         self._fixed = array("q", p), array("q", chain.from_iterable(rest))
         self._aligned = all([u.aligned for u in updates])
+        # The number of means in each round that is measured before `run`, and the number
+        # of elements of each tensor, which a rule with `measure` knows before that.
+        self.rounds = count_means(rule, first.scalars.scalars.rates, write)
+        self.sizes: Tensor | None = None
+        # Sums of a rule that joins them are reduced at the end of the step.
+        held = bool(self.rounds) and rule.join is None
+        self.shards = [u.slot.shard for u in updates if held and u.slot.shard is not None]
+        if rule.measure is not None:
+            device = first.g.device
+            sizes = [x.numel for x in self.shards] or self.lengths.tolist()
+            wide = torch.tensor(sizes, dtype=torch.float64, device="cpu")
+            self.sizes = wide.to(device, scalar_dtype(device))[:, None]
 
     def pick(self, items: list[T]) -> list[T]:
         """Pick this launch's part from a list with an item for each parameter."""
@@ -67,24 +83,20 @@ class Launch:
             return items
         return [items[i] for i in self.places]
 
-    def read(self, columns: Columns) -> Columns:
-        """Pick the tensors that this launch reads, column by column."""
-        return [self.pick(columns[i]) for i in self._columns]
-
-    def written(self, columns: Columns) -> Columns:
-        """Pick those that it writes."""
-        return self.read(columns if self._in_place else columns[len(columns) // 2 :])
+    def read(self, lists: list[list[Any]]) -> list[list[Any]]:
+        """Pick the tensors of this launch, out of those that it reads or writes."""
+        return [self.pick(lists[i]) for i in self._columns]
 
     def addresses(self, columns: Columns) -> "tuple[array[int], array[int]]":
         """Return the addresses before those of the gradients, and those after them."""
         if self._in_place:
             return self._fixed
-        p, *rest = self.read(columns) + self.written(columns)
+        p, *rest = self.read(columns.own) + self.read(columns.into)
         return addresses(p), addresses(chain.from_iterable(rest))
 
     def readdress(self, columns: Columns) -> None:
         """Update these tensors from now on, which differ in their addresses alone."""
-        p, *rest = self.read(columns)
+        p, *rest = self.read(columns.own)
         self._fixed = addresses(p), addresses(chain.from_iterable(rest))
 
     def moved(self, columns: Columns) -> Self:
@@ -93,73 +105,116 @@ class Launch:
         launch.readdress(columns)
         return launch
 
+    def _round(self, known: Tensor | None) -> int:
+        """Return the index of the round after those known."""
+        return int(known is not self.sizes)
+
     def aligned(self, columns: Columns) -> list[Tensor]:
         """Pick the gradients, copied if a kernel would misread their memory."""
-        grads = self.pick(columns[1])
+        grads = self.pick(columns.grads)
         if self._aligned:
             return grads
-        return list(map(_align, self.pick(columns[0]), grads))
+        return list(map(_align, self.pick(columns.own[0]), grads))
 
-    def measure(self, columns: Columns, packed: list[Packed]) -> Tensor:
-        """Return the means that the rule takes over the local shards, a row for each."""
-        raise NotImplementedError
+    def measure(self, step: Step, known: Tensor | None) -> Tensor:
+        """Return the means of the next round over the local tensors, a row for each.
 
-    def again(self, columns: Columns, packed: list[Packed], means: Tensor) -> Tensor:
-        """Return the local means of the direction, given those before it."""
-        raise NotImplementedError
+        `known` has a row of those before it.
+        """
+        count = self.rounds[self._round(known)]
+        shape, device = (len(self.places), count), step.columns.grads[self.places[0]].device
+        return torch.zeros(shape, dtype=torch.float64, device=device)
 
-    def sums(self) -> dict[int, Tensor]:
-        """Return the sums that the means of the last `run` were made of, by place."""
-        assert self.taken is not None
-        rows = self.taken.to(scalar_dtype(self.taken.device)).unbind()
-        return dict(zip(self.places, torch._foreach_mul(rows, list(self._lengths))))
+    def run(self, step: Step, known: Tensor | None) -> Tensor | None:
+        """Update the parameters, and return the means that it has taken itself, if any.
 
-    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
-        """Update the parameters; `means` are those over all shards, if they are known."""
-        raise NotImplementedError
+        `known` are those of all `rounds`.
+        """
+        del step, known
 
 
-def run_launches(
-    launches: list[Launch],
-    columns: Columns,
-    packed: list[Packed],
-    at: list[int],
-    written: Columns,
-    joins: bool = False,
-) -> dict[int, Part]:
+def run_launches(launches: list[Launch], step: Step, joins: bool) -> dict[int, Part]:
     """Run launches, and undo what they wrote where a `finite` flag is false.
 
-    `at` is, for each parameter, the index of its scalars in `packed`. Returns the sums of
-    each parameter, by its place, if the rule joins them. What is raised meanwhile has a
-    note about what was written.
+    Returns the sums of each parameter, by its place, if the rule joins them. What is raised
+    meanwhile has a note about what was written.
     """
-    flagged, sums, ran = False, dict[int, Tensor](), 0
-    for x in packed:
+    flagged, sums, done = False, dict[int, Tensor](), 0
+    for x in step.packed:
         flagged |= x.finite is not None
     try:
-        for launch in launches:
+        for launch, known in _measured(launches, step):
             backups: list[tuple[Tensor, Tensor, Tensor]] = []
-            for column in written if flagged else ():
+            for column in step.columns.written(step.write) if flagged else ():
                 for i, x in zip(launch.places, launch.pick(column)):
-                    if x is not None and (flag := packed[at[i]].finite) is not None:
+                    if (
+                        x is not None
+                        and (flag := step.packed[step.at[i]].finite) is not None
+                    ):
                         backups.append((x, flag, x.clone()))
-            launch.run(columns, packed, None)
-            sums.update(launch.sums() if joins else ())
+            taken = launch.run(step, known)
+            if joins and (taken := known if taken is None else taken) is not None:
+                rows = taken.to(scalar_dtype(taken.device)).unbind()
+                rows = torch._foreach_mul(rows, launch.lengths.tolist())
+                sums.update(zip(launch.places, rows))
             for x, flag, old in backups:
                 x.copy_(torch.where(flag, x, old))
-            ran += 1
+            done += len(launch.places)
     except BaseException as error:
-        if launches[ran]._in_place:
-            done = sum([len(launch.places) for launch in launches[:ran]])
+        if step.columns.in_place:
             error.add_note(
-                f"The step is half done: {done} of {len(at)} parameters that go together "
-                "were updated, others perhaps in part, and none was counted. Load a "
-                "checkpoint, do not repeat the step"
+                f"The step is half done: {done} of {len(step.at)} parameters that go "
+                "together were updated, others perhaps in part, and none was counted. Load "
+                "a checkpoint, do not repeat the step"
             )
         raise
     if not joins:
         return {}
-    return {i: (sums.get(i), packed[k].finite) for i, k in enumerate(at)}
+    return {i: (sums.get(i), step.packed[k].finite) for i, k in enumerate(step.at)}
+
+
+def _measured(launches: list[Launch], step: Step) -> Iterator[tuple[Launch, Tensor | None]]:
+    """Yield launches with the means of all their rounds, a row for each tensor.
+
+    Each is measured when it is to run, while its tensors are in a cache. Shards are
+    measured together, because processes send one message for each round.
+    """
+    together = list[Launch]()
+    for launch in launches:
+        if launch.shards:
+            together.append(launch)
+            continue
+        known = launch.sizes
+        for _ in launch.rounds:
+            known = _behind(known, launch.measure(step, known))
+        yield launch, known
+    every = [launch.sizes for launch in together] if together else []
+    for _ in together[0].rounds if together else ():
+        found = [x.measure(step, known) for x, known in zip(together, every)]
+        every = list(map(_behind, every, _over_shards(together, found)))
+    yield from zip(together, every)
+
+
+def _behind(known: Tensor | None, found: Tensor) -> Tensor:
+    return found if known is None else torch.cat([known, found], 1)
+
+
+def _over_shards(batch: list[Launch], found: list[Tensor]) -> list[Tensor]:
+    """Return means over whole tensors, of those over their local shards."""
+    rows: dict[int, tuple[Tensor, ShardSpec]] = {}
+    for launch, means in zip(batch, found):
+        own = zip(launch.places, means.double(), launch.lengths, launch.shards)
+        rows |= {i: (mean * length, shard) for i, mean, length, shard in own}
+    # All processes have the same order.
+    order = sorted(rows)
+    numbers = [x for i in order for x in rows[i][0].unbind()]
+    shards: list[ShardSpec | None] = [rows[i][1] for i in order for _ in rows[i][0]]
+    totals = iter(all_reduce_sum(numbers, shards))
+    whole = {
+        i: torch.stack(list(islice(totals, len(rows[i][0])))) / rows[i][1].numel
+        for i in order
+    }
+    return [torch.stack([whole[i] for i in launch.places]) for launch in batch]
 
 
 def _align(p: Tensor, g: Tensor) -> Tensor:
@@ -186,117 +241,81 @@ def plan_eager(
 class EagerLaunch(Launch):
     """One parameter, operation by operation, in slices if there is a size of them."""
 
-    raw, movable = False, True
-
     def __init__(self, rule: Rule, update: Update, write: bool, size: int) -> None:
-        super().__init__([update])
-        self._rule, self._write = rule, write
-        rates = update.scalars.scalars.rates
+        super().__init__(rule, [update], write)
         self._size = size // GROUP * GROUP
-        self._measures = size > 0 and write and count_means(rule, rates) > 0
-        twice = rule.measure is not None and rule.means is not None
-        self._first = count_means(rule, rates) if twice else 0
+        if not (self._size or self.shards):
+            self.rounds = ()  # `run` takes them
 
-    def _slices(self, columns: Columns) -> Iterator[Columns]:
-        """Yield columns of the parameter alone, or of its elements from one to another."""
-        tensors = [x[self.places[0]] for x in columns]
-        if not self._size:
-            yield [[x] for x in tensors]
-            return
-        rows = dict.fromkeys((1, *self._columns), 1)
-        rows |= {self._columns[k]: GROUP for k in scale_places(self._codes, 1)}
-        if not self._in_place:
-            rows |= {k + len(columns) // 2: row for k, row in rows.items()}
-        flat = {k: tensors[k].as_strided((tensors[k].numel(),), (1,)) for k in rows}
-        for start in range(0, self._lengths[0], self._size):
-            end = start + self._size
-            parts = {k: x[start // rows[k] : -(-end // rows[k])] for k, x in flat.items()}
-            yield [[parts.get(k)] for k in range(len(columns))]
+    def _slices(
+        self, step: Step
+    ) -> Iterator[tuple[tuple[Leaf, Tensor, Scalars], list[Tensor]]]:
+        """Yield what a step of the parameter takes and writes, or steps of its slices."""
+        columns, scalars = step.columns, step.packed[self._at].scalars
+        lists = self.read(columns.own)
+        count = len(lists)
+        lists += () if self._in_place else self.read(columns.into)
+        every = [columns.grads[self.places[0]], *[x for (x,) in lists]]
+        scales = scale_places(self._codes, 1)
+        shares = [1, *[GROUP if i in scales else 1 for i in range(count)] * 2]
+        length = self.lengths[0]
+        if self._size:
+            every = [x.as_strided((x.numel(),), (1,)) for x in every]
+        for start in range(0, length, self._size) if self._size else (0,):
+            end, part = start + self._size, every
+            if self._size:
+                rows = zip(every, shares)
+                part = [x[start // share : -(-end // share)] for x, share in rows]
+            leaf = leaf_of(self._rule, self._codes, part[1 : 1 + count])
+            yield (leaf, part[0], scalars), part[-count:]
 
-    def _given(
-        self, columns: Columns, packed: list[Packed]
-    ) -> tuple[Leaf, Tensor, Scalars]:
-        tensors = [x for (x,) in self.read(columns)]
-        leaf = leaf_of(self._rule, self._codes, tensors)
-        return leaf, columns[1][0], packed[self._at].scalars
-
-    def measure(self, columns: Columns, packed: list[Packed]) -> Tensor:
+    def measure(self, step: Step, known: Tensor | None) -> Tensor:
         """Return the means as one row."""
         wholes: list[Tensor] = []
-        offset = 0
-
-        def take(measured: list[Tensor]) -> list[Tensor]:
+        offset, row = 0, () if known is None else known[0].unbind()
+        for given, _ in self._slices(step):
+            tensors = leaf_round(self._rule, *given, row)
             if not self._size:
-                wholes[:] = wholes or measured  # those before the direction
-                return whole_means(measured)
-            wholes[:] = wholes or [x.new_empty(self._lengths[0]) for x in measured]
-            for whole, x in zip(wholes, measured):
+                wholes = tensors
+                continue
+            wholes = wholes or [x.new_empty(self.lengths[0]) for x in tensors]
+            for whole, x in zip(wholes, tensors):
                 whole[offset : offset + len(x)] = x
-            return whole_means(measured)
-
-        for part in self._slices(columns):
-            leaf_move(self._rule, *self._given(part, packed), True, take)
             offset += self._size
         # The bits of a mean depend on how its elements are added up.
         return torch.stack(whole_means(wholes))[None]
 
-    def again(self, columns: Columns, packed: list[Packed], means: Tensor) -> Tensor:
-        """Return the means of the direction as one row."""
-        rounds: list[list[Tensor]] = []
-
-        def take(measured: list[Tensor]) -> list[Tensor]:
-            rounds.append(whole_means(measured))
-            last = rounds[-1] if rounds[1:] else means[0].to(measured[0].dtype).unbind()
-            return list(last)
-
-        (part,) = self._slices(columns)
-        leaf_move(self._rule, *self._given(part, packed), True, take)
-        return torch.stack(rounds[1])[None]
-
-    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
+    def run(self, step: Step, known: Tensor | None) -> Tensor | None:
         """Update the parameter."""
-        if means is None and self._measures:
-            means = self.measure(columns, packed)
-        used_means: list[Tensor] = []
+        taken: list[Tensor] = []
 
-        def take(measured: list[Tensor]) -> list[Tensor]:
-            row = None if means is None else means[0].to(measured[0].dtype)
-            if row is not None and self._first:
-                row = row[self._first :] if used_means else row[: self._first]
-            used_means[:] = whole_means(measured) if row is None else row.unbind()
-            return used_means
+        def mean(tensors: list[Tensor]) -> list[Tensor]:
+            taken[:] = whole_means(tensors)
+            return taken
 
-        for part in self._slices(columns):
-            self._move(part, packed, take)
-        joins = self._rule.join is not None and used_means
-        self.taken = torch.stack(used_means)[None] if joins else None
-
-    def _move(
-        self,
-        part: Columns,
-        packed: list[Packed],
-        take: Callable[[list[Tensor]], list[Tensor]],
-    ) -> None:
-        # Its temporaries are freed before those of the next slice are made.
-        new = leaf_step(self._rule, *self._given(part, packed), self._write, take)
-        write_back([x for (x,) in self.written(part)], new)
+        row = () if known is None else known[0].unbind()
+        for given, targets in self._slices(step):
+            take = taking(self._rule, row, mean)
+            # Its temporaries are freed before those of the next slice are made.
+            write_back(targets, leaf_step(self._rule, *given, self._write, take))
+        return torch.stack(taken)[None] if self._rule.join is not None and taken else None
 
 
 class KernelLaunch(Launch):
     """Parameters that share their kernels, which are called for each of them.
 
-    A TritonListKernel is called once for all. `mean` measures a parameter and writes so
-    many means (`count`) after the scalars, where `kernel` reads them; None if there are
-    none.
+    A TritonListKernel is called once for all. The last of `kernels` updates a parameter.
+    Those before it measure one round each, and write its means behind the scalars and the
+    means known, where the last reads them.
     """
 
-    movable = True
+    raw = True
 
     def __init__(
-        self, kernel: Kernel, mean: Kernel | None, count: int, updates: list[Update]
+        self, rule: Rule, updates: list[Update], write: bool, kernels: list[Kernel]
     ) -> None:
-        super().__init__(updates)
-        self._kernel, self._mean, self._count = kernel, mean, count
+        super().__init__(rule, updates, write)
+        self._kernels = kernels
         self._table: DeviceTable | None = None
 
     def readdress(self, columns: Columns) -> None:
@@ -304,72 +323,62 @@ class KernelLaunch(Launch):
         super().readdress(columns)
         self._table = None
 
-    def _values(
-        self, grads: list[Tensor], packed: list[Packed], means: Tensor | None
-    ) -> Tensor:
-        device, count = grads[0].device, len(self.places)
-        values = packed[self._at].tensor(self.dtype, device)
-        if self._mean is None:
-            return values.expand(count, -1)
-        return rows(
-            values, values.new_zeros(count, self._count) if means is None else means
-        )
-
     def _call(
-        self, columns: Columns, grads: list[Tensor], values: Tensor, *kernels: Kernel
+        self, kernel: Kernel, columns: Columns, grads: list[Tensor], values: Tensor
     ) -> None:
-        p, *state = self.read(columns)
+        p, *state = self.read(columns.own)
         arguments = [p, grads, *state]
         if not self._in_place:
-            arguments += self.written(columns)
+            arguments += self.read(columns.into)
         for row, *tensors in zip(values, *arguments):
-            for kernel in kernels:
-                kernel(row, *tensors)
+            kernel(row, *tensors)
 
-    def measure(self, columns: Columns, packed: list[Packed]) -> Tensor:
+    def measure(self, step: Step, known: Tensor | None) -> Tensor:
         """Return the means, which the kernel writes after each row of scalars."""
-        assert self._mean is not None
-        grads = self.aligned(columns)
-        values = self._values(grads, packed, None)
-        self._call(columns, grads, values, self._mean)
-        return values[:, -self._count :]
+        i = self._round(known)
+        grads = self.aligned(step.columns)
+        values = step.packed[self._at].tensor(self.dtype, grads[0].device)
+        values = rows(values, len(grads), known, self.rounds[i])
+        self._call(self._kernels[i], step.columns, grads, values)
+        return values[:, -self.rounds[i] :]
 
-    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
+    def run(self, step: Step, known: Tensor | None) -> Tensor | None:
         """Update the parameters."""
+        columns, kernel = step.columns, self._kernels[-1]
         grads = self.aligned(columns)
-        values = self._values(grads, packed, means)
-        self.taken = values[:, -self._count :] if self._mean is not None else None
-        measures = [self._mean] if self._mean is not None and means is None else []
-        if not isinstance(self._kernel, TritonListKernel):
-            self._call(columns, grads, values, *measures, self._kernel)
+        values = step.packed[self._at].tensor(self.dtype, grads[0].device)
+        if known is None:
+            values = values.expand(len(grads), -1)
+        else:
+            values = rows(values, len(grads), known)
+        if not isinstance(kernel, TritonListKernel):
+            self._call(kernel, columns, grads, values)
             return
-        if measures:
-            self._call(columns, grads, values, *measures)
         if self._table is None or not self._in_place:
             before, after = self.addresses(columns)
-            self._table = DeviceTable(grads[0].device, self._lengths, before + after)
-        self._kernel.run(values, self._table, addresses(grads))
+            self._table = DeviceTable(grads[0].device, self.lengths, before + after)
+        kernel.run(values, self._table, addresses(grads))
 
 
 class ListLaunch(Launch):
-    """Parameters that share a list kernel, which is called once for all.
+    """Parameters that share list kernels, which are called once for all.
 
-    Its arguments are those of KernelLaunch, but `mean` measures pieces of parameters.
+    Its arguments are those of KernelLaunch, but the first kernels measure pieces.
     """
 
-    movable = True
+    raw = True
 
     def __init__(
-        self, kernel: ListKernel, mean: ListKernel | None, count: int, updates: list[Update]
+        self, rule: Rule, updates: list[Update], write: bool, kernels: list[ListKernel]
     ) -> None:
-        super().__init__(updates)
-        self.kernel, self._mean, self._count = kernel, mean, count
+        super().__init__(rule, updates, write)
+        self.kernels = kernels
         self._each = [u.at for u in updates]
         self._dithers, self._several = any(self._codes), {*self._each}
-        self.host = self._aligned and mean is None
-        lengths = self._lengths
+        self.host = self._aligned and not self.rounds
         # For each piece that is measured, its row and its share of that.
-        measured = enumerate(lengths if mean is not None else ())
+        lengths = self.lengths
+        measured = enumerate(lengths if self.rounds else ())
         starts = [(i, start) for i, n in measured for start in range(0, n, PIECE)]
         shares = [min(PIECE, lengths[i] - start) / lengths[i] for i, start in starts]
         self._pieces = len(starts)
@@ -382,31 +391,30 @@ class ListLaunch(Launch):
         before, after = self.addresses(columns)
         return before + addresses(grads) + after
 
-    def measure(self, columns: Columns, packed: list[Packed]) -> Tensor:
+    def measure(self, step: Step, known: Tensor | None) -> Tensor:
         """Return the means, which depend on neither threads nor the rest of the list."""
-        assert self._mean is not None
-        values = packed[self._at].tensor(self.dtype, columns[1][0].device)
-        buffer = rows(values, values.new_zeros(self._pieces, self._count))
-        step = buffer.stride(0) * buffer.element_size()
-        # They may be copies, so they have to be alive until the kernel has run.
-        grads = self.aligned(columns)
-        table = self._table(columns, grads)
-        self._mean.run(buffer.data_ptr(), table, self._lengths, per_piece=step)
-        means = buffer[:, -self._count :]
-        if self._pieces == len(self.places):
+        i, count = self._round(known), len(self.places)
+        grads = self.aligned(step.columns)
+        values = step.packed[self._at].tensor(self.dtype, grads[0].device)
+        if known is not None and self._pieces > count:
+            known = known[self._rows]
+        buffer = rows(values, self._pieces, known, self.rounds[i])
+        each = buffer.stride(0) * buffer.element_size()
+        # Gradients may be copies, which have to be alive until the kernel has run.
+        table = self._table(step.columns, grads)
+        self.kernels[i].run(buffer.data_ptr(), table, self.lengths, per_piece=each)
+        means = buffer[:, -self.rounds[i] :]
+        if self._pieces == count:
             return means
-        shape = (len(self.places), self._count)
-        sums = torch.zeros(shape, dtype=torch.float64, device="cpu")
+        sums = torch.zeros((count, self.rounds[i]), dtype=torch.float64, device="cpu")
         return sums.index_add_(0, self._rows, means * self._shares[:, None])
 
-    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
+    def run(self, step: Step, known: Tensor | None) -> Tensor | None:
         """Update the parameters."""
-        own, per_row = packed[self._at], 0
-        grads = self.aligned(columns)
-        table = self._table(columns, grads)
-        if self._mean is not None and means is None:
-            means = self.taken = self.measure(columns, packed)
-        if means is None and all([packed[i].on_host for i in self._several]):
+        packed, per_row = step.packed, 0
+        own, grads = packed[self._at], self.aligned(step.columns)
+        table = self._table(step.columns, grads)
+        if known is None and all(map(_on_host, packed)):
             if len(self._several) == 1:
                 values = own.array(self.dtype)
             else:
@@ -417,25 +425,26 @@ class ListLaunch(Launch):
             at, _ = values.buffer_info()
         else:
             values = own.tensor(self.dtype, grads[0].device)
-            if means is None and len(self._several) > 1:
+            if len(self._several) > 1:
                 every = [packed[i].tensor(self.dtype, values.device) for i in self._each]
-                values, means = torch.stack(every), values.new_empty(len(grads), 0)
-            if means is not None:
-                values = rows(values, means)
+                values = torch.stack(every)
+            if known is not None or len(self._several) > 1:
+                values = rows(values, len(grads), known)
                 per_row = values.stride(0) * values.element_size()
             at = values.data_ptr()
         # Only codes are rounded by it. Reading it from a GPU would synchronize.
         dither = float(own.scalars.dither) if self._dithers else 0.0
-        self.kernel.run(at, table, self._lengths, per_row=per_row, dither=dither)
+        self.kernels[-1].run(at, table, self.lengths, per_row=per_row, dither=dither)
 
 
-def rows(values: Tensor, last: Tensor) -> Tensor:
-    """Append `values` and each row of `last`; every row begins where kernels expect it."""
+def rows(values: Tensor, count: int, known: Tensor | None, room: int = 0) -> Tensor:
+    """Return rows of values, means known, and room; each begins where kernels expect it."""
     width, unit = values.shape[-1], ALIGNMENT // values.element_size()
-    count = width + last.shape[1]
-    padded = values.new_empty(len(last), -(-count // unit) * unit)[:, :count]
+    end = width + (0 if known is None else known.shape[1])
+    padded = values.new_empty(count, -(-(end + room) // unit) * unit)[:, : end + room]
     padded[:, :width] = values
-    padded[:, width:] = last
+    if known is not None:
+        padded[:, width:end] = known
     return padded
 
 

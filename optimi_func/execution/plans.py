@@ -23,8 +23,7 @@ from optimi_func.execution.executors import Executor, plan_launches
 from optimi_func.execution.guards import Guard
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.launches import Launch, run_launches
-from optimi_func.execution.scalars import Packed
-from optimi_func.execution.slots import Columns, Slot, Update, make_slots
+from optimi_func.execution.slots import Columns, Slot, Step, Update, make_slots
 from optimi_func.execution.sums import Part
 
 # Kinds of gradients and scalars for which a plan keeps launches. Ranger has two.
@@ -58,10 +57,7 @@ class Plan:
     def launches(
         self,
         executor: Executor,
-        columns: Columns,
-        packed: list[Packed],
-        at: list[int],
-        write: bool,
+        step: Step,
         check: Callable[[], None],
     ) -> tuple[list[Launch], bool]:
         """Return the launches of a step, and True if all are `Launch.host`.
@@ -71,7 +67,7 @@ class Plan:
         """
         # A dispatch mode that watches single operations has to see them.
         watched = any_torch_dispatch_mode_on_stack()
-        grads = columns[1]
+        (grads, own, _), packed, at, write = step
         kind = executor, write, watched, packed[0].statics
         if len(packed) > 1:
             kind = *kind, tuple([x.statics for x in packed]), tuple(at)
@@ -79,7 +75,7 @@ class Plan:
             if guard.holds(grads):
                 return entry
         check()
-        rows = enumerate(zip(self.slots, *columns[:2], at))
+        rows = enumerate(zip(self.slots, own[0], grads, at))
         updates = [Update(i, slot, p, g, k, packed[k]) for i, (slot, p, g, k) in rows]
         with kernel_context(grads[0].device if grads else torch.device("cpu")):
             launches = plan_launches(executor, self.rule, updates, write)
@@ -95,10 +91,9 @@ class ClassPlan(Plan):
     """The plan of a class's parameters, which stay where they are.
 
     Call `current` first: it returns the local tensors, or None if the plan is stale.
-    `columns` arranges them for launches, and `run` writes the step. `at` is, for each
-    parameter, the index of its scalars in `packed`. With write=False a step moves the state
-    alone. Step counts are on the device if `capturable`. If `flagged`, each parameter has
-    its own count, because a flag on the device may skip its step.
+    `columns` arranges them for launches, and `run` writes the step. Step counts are on the
+    device if `capturable`. If `flagged`, each parameter has its own count, because a flag
+    on the device may skip its step.
     """
 
     def __init__(
@@ -133,7 +128,7 @@ class ClassPlan(Plan):
         names = [name for name in every if name != "kahan_comp"]
         local, whole = (self.columns(x, [None] * len(params)) for x in (tensors, full))
         self.holders = [x for x in holders if x is not None]
-        super().__init__(rule, make_slots(names, rule, local, [], whole, holders))
+        super().__init__(rule, make_slots(names, rule, local, whole.own, holders))
 
     def moved(
         self, params: list[Tensor], entries: list[dict[str, object]]
@@ -155,7 +150,8 @@ class ClassPlan(Plan):
         plan.counts = Counts(tensors, *self._counting)
         columns = plan.columns(tensors, [None] * len(params))
         places = enumerate(plan.slots)
-        rows = [tuple([columns[k][i].data_ptr() for k in x.columns]) for i, x in places]
+        own = columns.own
+        rows = [tuple([own[k][i].data_ptr() for k in x.columns]) for i, x in places]
         plan.slots = [x._replace(addresses=row) for x, row in zip(self.slots, rows)]
         for kind, ((grads, (launches, host)), *_) in self._known.items():
             if all([x.movable for x in launches]):
@@ -194,25 +190,22 @@ class ClassPlan(Plan):
             return None  # a field or a whole entry is missing, or is no tensor
 
     def columns(self, tensors: list[Any], grads: list[Any]) -> Columns:
-        """Return the columns that launches take, see `Launch`."""
+        """Return the columns that launches take, which are in place."""
         count, width = len(self._lengths), len(self._names)
-        columns = [tensors[:count], grads]
+        own = [tensors[:count]]
         for i in range(self._counted, width):
-            columns.append(tensors[count + i :: width])
+            own.append(tensors[count + i :: width])
         if self._names[-1] != "kahan_comp":
-            columns.append([None] * count)
-        return columns
+            own.append([None] * count)
+        return Columns(grads, own, own)
 
     def run(
         self,
         launches: list[Launch],
         tensors: list[Any],
-        columns: Columns,
-        packed: list[Packed],
-        at: list[int],
+        step: Step,
         after: Sequence[object],
         moved: list[Tensor],
-        write: bool,
         count: bool,
     ) -> dict[int, Part]:
         """Write every result, and if `count` is true, count the step; return the sums.
@@ -220,18 +213,18 @@ class ClassPlan(Plan):
         `after` are the running scalars after the step, and `moved` more tensors that share
         memory with what is written.
         """
-        outputs = [*columns[:1], *columns[2:]] if write else columns[2:-1]
-        joins = write and self.rule.join is not None
+        joins = step.write and self.rule.join is not None
         if not any(map(_raw, launches)):
             written = moved
-        elif write and count:
+        elif step.write and count:
             written = tensors + moved if self._all else self._present(tensors) + moved
         else:
             counts = self.counts.tensors(tensors) if count else []
+            outputs = step.columns.written(step.write)
             written = [x for x in chain(*outputs, counts, moved) if x is not None]
         # Before the kernels, whose data put these tensors out of the caches.
         raise_versions(written)
-        parts = run_launches(launches, columns, packed, at, outputs, joins)
+        parts = run_launches(launches, step, joins)
         if count:
-            self.counts.advance(tensors, [] if joins else after, packed, at)
+            self.counts.advance(tensors, [] if joins else after, step.packed, step.at)
         return parts

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,39 @@ from optimi_func.core.torch_private import is_plain
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.tensors import is_plainly_strided
 
-# The tensors of a step, with a row for each parameter: the parameters, the gradients, the
-# tensors of the state, and the compensations or None. If results go to new tensors, the
-# same again for these.
-Columns: TypeAlias = list[list[Any]]
+
+class Columns(NamedTuple):
+    """The tensors of a step: lists with an item for each parameter.
+
+    `own` are the parameters, the tensors of the state, and the compensations or None. The
+    results go `into` as many lists, which are `own` itself if the step is in place.
+    """
+
+    grads: list[Any]
+    own: list[list[Any]]
+    into: list[list[Any]]
+
+    @property
+    def in_place(self) -> bool:
+        """Return True if the results replace what they are computed from."""
+        return self.into is self.own
+
+    def written(self, write: bool) -> list[list[Any]]:
+        """Return what a step writes, or (write=False) one that moves the state alone."""
+        return self.into if write else self.into[1:-1]
+
+
+class Step(NamedTuple):
+    """One step of a plan's parameters.
+
+    `at` is, for each parameter, the index of its scalars in `packed`. With write=False it
+    moves the state alone.
+    """
+
+    columns: Columns
+    packed: list[Packed]
+    at: list[int]
+    write: bool
 
 
 class Slot(NamedTuple):
@@ -33,7 +62,7 @@ class Slot(NamedTuple):
     dtypes: tuple[torch.dtype, ...]  # of parameter, state and compensation
     addresses: tuple[int, ...]  # empty: results go to new tensors at each step
     numel: int  # of the local shard
-    columns: tuple[int, ...]  # the launch's column of each tensor
+    columns: tuple[int, ...]  # of each tensor its list in `Columns.own`
     codes: tuple[bool, ...]  # for each field of the state: stored as codes with scales
     plain: bool  # memory, strided, without pending negation
     dense: bool  # all fill their memory in one order
@@ -89,21 +118,19 @@ def make_slots(
     names: list[str],
     rule: Rule,
     columns: Columns,
-    targets: Columns,
-    given: Columns,
+    given: list[list[Any]],
     holders: list[Holders | None] | None = None,
 ) -> list[Slot]:
-    """Make the slots of parameters, of which `columns` are the local tensors of `given`.
+    """Make the slots of parameters, of which `columns` has the local tensors of `given`.
 
-    `names` are those of the state's columns, two for a field in codes. `targets` are
-    columns for the results, and empty if the step is in place.
+    `names` are those of the state's lists, two for a field in codes.
     """
-    end, count = 2 + len(names), len(columns[0])
+    end, count = 1 + len(names), len(columns.own[0])
     mapped = range(end - len(rule.whole_fields), end)
-    indices = [i for i in range(len(columns)) if i != 1 and i not in mapped]
+    indices = [i for i in range(len(columns.own)) if i not in mapped]
     whole = [given[i] for i in (0, *mapped)]
-    into = targets or [[None] * count] * len(columns)
-    rows = zip(zip(*columns), zip(*into), zip(*whole), holders or [None] * count)
+    into = [()] * count if columns.in_place else zip(*columns.into)
+    rows = zip(zip(*columns.own), into, zip(*whole), holders or [None] * count)
     return [_make_slot(names, rule.fields, indices, *row) for row in rows]
 
 
@@ -118,8 +145,8 @@ def _make_slot(
 ) -> Slot:
     present = tuple([i for i in indices if row[i] is not None])
     tensors: list[Tensor] = [row[i] for i in present]
-    stored = {names[i - 2] for i in present[1:] if i - 2 < len(names)}
-    targets = [into[i] for i in indices if into[i] is not None]
+    stored = {names[i - 1] for i in present[1:] if i - 1 < len(names)}
+    targets = [into[i] for i in present] if into else []
     p, every = tensors[0], [*tensors, *targets]
     # Scales have another shape than the parameter, and one order.
     ordered = [
@@ -167,13 +194,17 @@ class Update(NamedTuple):
         return self.slot.plain and is_plain(self.g)
 
 
-def alike(updates: list[Update], counted: bool) -> list[list[Update]]:
-    """Group updates of one kind, if `counted` of one step count. Empty ones are dropped."""
+def alike(updates: list[Update], counted: bool, reduced: bool) -> list[list[Update]]:
+    """Group updates of one kind, if `counted` of one step count. Empty ones are dropped.
+
+    Shards are apart from others if means of them are reduced.
+    """
 
     def kind(u: Update) -> tuple[object, ...]:
         tensors = u.slot.dtypes, u.slot.columns, u.slot.dense
         scalars = u.at if counted or u.slot.coded else u.scalars.statics
-        return *tensors, u.plain, u.g.dtype, u.g.device, scalars
+        where = u.g.dtype, u.g.device, reduced and u.slot.shard is not None
+        return *tensors, u.plain, *where, scalars
 
     return [*grouped([u for u in updates if u.slot.numel], kind).values()]
 

@@ -26,7 +26,7 @@ from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.launches import run_launches
 from optimi_func.execution.plans import Plan, raise_versions
 from optimi_func.execution.scalars import pack
-from optimi_func.execution.slots import Columns, make_slots
+from optimi_func.execution.slots import Columns, Step, make_slots
 from optimi_func.execution.sums import Part, Unit, join, write_running
 from optimi_func.execution.tensors import is_capturing
 from optimi_func.pure.functional import FunctionalOptimizer
@@ -76,27 +76,26 @@ class TreeUpdate:
         states = [self._tree.states[i] for i in places]
         params = [self._tree.leaves[i] for i in places]
         names, columns = _columns(self._rule, params, list(grads), states)
-        plan, columns, _ = self.plan(places, names, columns, [], write)
-        return self.run(plan, places, columns, [], microbatches, write)
+        plan, columns = self.plan(places, names, columns, write)
+        return self.run(plan, places, columns, microbatches, write)
 
     def plan(
         self,
         places: Sequence[int],
         names: list[str],
         columns: Columns,
-        results: Columns,
         write: bool,
-    ) -> tuple[Plan, Columns, Columns]:
-        """Plan an update of leaves, and return its columns and targets, which are local.
+    ) -> tuple[Plan, Columns]:
+        """Plan an update of leaves, and return its columns, which are local.
 
         Raises for leaves and gradients that do not fit.
         """
         grads: list[Tensor] = []
         paths = [path_of(self._tree.params, i) for i in places]
         step = self._tree.state.step
-        for path, p, g in zip(paths, *columns[:2]):
+        for path, p, g in zip(paths, columns.own[0], columns.grads):
             check_placed(path, p)
-            if not results:
+            if columns.in_place:
                 checks.check_writable(path, *to_local([p]))
             checks.check_grad(path, p, g)
             if step.device != p.device and is_capturing(p.device):
@@ -106,40 +105,38 @@ class TreeUpdate:
                     f"{p.device}. Move it there before the capture"
                 )
             grads.append(redistribute_like(path, p, g).resolve_conj())
-        full, columns = columns, list(map(to_local, [columns[0], grads, *columns[2:]]))
-        if write and not results:
-            pairs = zip(paths, columns[0])
+        own = list(map(to_local, columns.own))
+        into = own if columns.in_place else list(map(to_local, columns.into))
+        local = Columns(to_local(grads), own, into)
+        if write and columns.in_place:
+            pairs = zip(paths, own[0])
             checks.check_apart(pairs, "params{}".format, "call the pure step")
-        targets = list(map(to_local, [results[0], grads, *results[2:]] if results else []))
-        slots = make_slots(names, self._rule, columns, targets, full)
-        return Plan(self._rule, slots), columns, targets
+        return Plan(self._rule, make_slots(names, self._rule, local, columns.own)), local
 
     def run(
         self,
         plan: Plan,
         places: Sequence[int],
         columns: Columns,
-        targets: Columns,
         microbatches: list[Microbatch] | None = None,
         write: bool = True,
     ) -> dict[int, Part]:
-        """Update leaves by their plan, into targets or, if there are none, in place."""
+        """Update leaves by their plan."""
         at = [self._at[i] for i in places]
         packed, at = pack(self._rule, self._scalars, at, microbatches, write)
-        inputs = columns + targets, packed, at
+        inputs = Step(columns, packed, at, write)
 
         def check() -> None:
-            for i, p, g in zip(places, *columns[:2]):
+            for i, p, g in zip(places, columns.own[0], columns.grads):
                 checks.check_grad(path_of(self._tree.params, i), p, g)
 
-        launches, _ = plan.launches(self._executor, *inputs, write, check)
-        x, _, *rest = targets or columns
-        written = [x, *rest] if write else rest[:-1]
+        launches, _ = plan.launches(self._executor, inputs, check)
         joins = write and self._rule.join is not None
-        parts = run_launches(launches, *inputs, written, joins)
+        parts = run_launches(launches, inputs, joins)
         sums = {places[i]: part for i, part in parts.items()}
-        if targets:
+        if not columns.in_place:
             return sums
+        written = [*columns.written(write)]
         if write:
             counted = places if self._rule.running._fields and not joins else ()
             for i, k in zip(counted, at):
@@ -210,7 +207,7 @@ def _step(
         tree.check(rule)  # which raises, if they are not of subclasses
     names, columns = _columns(rule, ps, gs, states)
     running = chain.from_iterable(map(_running, states))
-    own = [state.step, *running, *_present(columns[2:])]
+    own = [state.step, *running, *_present(columns.own[1:])]
     tensors = [*own, *ps]
     kinds = set(map(type, [*tensors, *gs]))
     if torch.is_grad_enabled():
@@ -220,31 +217,38 @@ def _step(
     cached = _TENSORS.issuperset(kinds) and ps[0].is_cpu
     # Kernels of one tensor are compiled for a number of threads.
     how = in_place, torch.get_num_threads(), *names
-    plans = _known((tree.spec, rule, *how, *map(_missing, columns[1:]))) if cached else []
+    plans = (
+        _known((tree.spec, rule, *how, *map(_missing, [columns.grads, *columns.own[1:]])))
+        if cached
+        else []
+    )
     match = next((x for x in plans if x[0].holds(tensors)), None)
     places = range(len(ps))
     if _NONE in kinds:
         places = [i for i, g in enumerate(gs) if g is not None]
-        columns = [[column[i] for i in places] for column in columns]
+        grads = [gs[i] for i in places]
+        lists = [[column[i] for i in places] for column in columns.own]
+        columns = Columns(grads, lists, lists)
     with kernel_context(state.step.device):
-        p, g, *rest = columns
-        targets = results = [] if in_place else [_empty(p), g, *map(_empty, rest)]
+        if not in_place:
+            columns = columns._replace(into=list(map(_empty, columns.own)))
+        results = columns.into
         if match is None:
             tree.check(rule)
         step = TreeUpdate(optimizer, tree, "kernels")
         if match is None:
-            plan, columns, targets = step.plan(places, names, columns, results, True)
+            plan, columns = step.plan(places, names, columns, True)
             if cached and all([x.is_cpu and not x.is_complex() for x in tensors]):
                 guard = Guard(tensors, addresses=in_place)
                 plans[:] = [(guard, plan), *plans[:3]]
         else:
             _, plan = match
         optimizer.warn(tree)
-        step.finish_step(step.run(plan, places, columns, targets), in_place)
+        step.finish_step(step.run(plan, places, columns), in_place)
         if in_place:
             state.step.add_(1.0)
             return params, state
-        x, _, *fields, comps = results
+        x, *fields, comps = results
         rows: Any = zip(*fields) if fields else [()] * len(x)
         if tuple(names) == rule.state._fields:
             kind: Any = rule.state
@@ -280,7 +284,8 @@ def _columns(
         entries = [entry_of(row, None) for row in rows]
         names = names_in(rule.state._fields, dict.fromkeys(chain.from_iterable(entries)))
         fields = [[entry.get(name) for entry in entries] for name in names]
-    return names, [ps, gs, *fields, list(map(_comp, states))]
+    own = [ps, *fields, list(map(_comp, states))]
+    return names, Columns(gs, own, own)
 
 
 def _missing(column: list[object]) -> tuple[int, ...] | None:
@@ -291,8 +296,8 @@ def _missing(column: list[object]) -> tuple[int, ...] | None:
     return tuple([i for i, x in enumerate(column) if x is None] if _NONE in kinds else ())
 
 
-def _present(columns: Columns) -> list[Tensor]:
-    return list(filter(_is_given, chain.from_iterable(columns)))
+def _present(lists: list[list[Any]]) -> list[Tensor]:
+    return list(filter(_is_given, chain.from_iterable(lists)))
 
 
 def _empty(column: list[Any]) -> list[Any]:

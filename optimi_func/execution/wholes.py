@@ -41,7 +41,7 @@ from optimi_func.execution.kernels import (
 from optimi_func.execution.launches import Launch, addresses
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.shaped import EXAMPLES, ShapedKernel, example_of
-from optimi_func.execution.slots import Columns, Slot, Update, split_twins
+from optimi_func.execution.slots import Columns, Slot, Step, Update, split_twins
 
 _Planner: TypeAlias = Callable[[Rule, list[Update], bool], list[Launch]]
 
@@ -100,9 +100,11 @@ class WholeLaunch(Launch):
     The updates are in the same order on all processes, and `plan` plans the two passes.
     """
 
+    raw, movable = True, False
+
     def __init__(self, rule: Rule, updates: list[Update], plan: _Planner) -> None:
-        super().__init__(updates)
-        self._rule, self._first = rule, elementwise(rule, True)
+        super().__init__(rule, updates, True)
+        self._first = elementwise(rule, True)
         # Without their tensors, which a launch must not keep alive.
         self._facts = [
             (u.slot, u.at, compute_dtype(u.g.dtype, *u.slot.dtypes)) for u in updates
@@ -129,33 +131,34 @@ class WholeLaunch(Launch):
             for p, (_, _, dtype) in zip(params, self._facts)
         ]
 
-    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
+    def run(self, step: Step, known: Tensor | None) -> None:
         """Update the parameters."""
-        del means
-        picked = list(map(self.pick, columns))
-        p, *_ = picked
-        directions = self._empty(p)
+        del known
+        columns, packed = step.columns, step.packed
+        own = into = list(map(self.pick, columns.own))
+        directions = self._empty(own[0])
         pointers = list(map(Tensor.data_ptr, directions))
         moved, self._addresses = pointers != self._addresses and self._in_place, pointers
-        # Those of the map, whose columns are the last before the compensations.
-        last, count = len(picked) - 1, len(self._rule.whole_fields)
-        end = last if self._in_place else last // 2
-        fields, comps = picked[last - count : last], picked[end]
+        # Those of the map, which are the last before the compensations.
+        mapped = slice(-1 - len(self._rule.whole_fields), -1)
         if not self._in_place:
-            for new, old in zip(fields, picked[end - count : end]):
+            into = list(map(self.pick, columns.into))
+            for new, old in zip(into[mapped], own[mapped]):
                 torch._foreach_copy_(new, old)
+        rows = map(list, zip(directions, *into[mapped]))
         # Directions come before the state, among the results too.
-        for i in (len(picked) // 2 + 2, 2) if not self._in_place else (2,):
-            picked.insert(i, directions)
+        lists = Columns(
+            self.pick(columns.grads), *[[x[0], directions, *x[1:]] for x in (own, into)]
+        )
+        first = list(map(self._of_directions, packed))
         for launch in self._before:
             if moved:
-                launch.readdress(picked)
-            launch.run(picked, list(map(self._of_directions, packed)), None)
-        rows = map(list, zip(directions, *fields))
-        self._map(list(rows), p, comps, [x.scalars.coeffs for x in packed])
-        moves = list(map(_of_moves, packed))
+                launch.readdress(lists)
+            launch.run(step._replace(columns=lists, packed=first), None)
+        self._map(list(rows), own[0], own[-1], [x.scalars.coeffs for x in packed])
+        lists, moves = lists._replace(grads=directions), list(map(_of_moves, packed))
         for launch in self._after:
-            launch.run([p, directions, *picked[2:]], moves, None)
+            launch.run(step._replace(columns=lists, packed=moves), None)
 
     def _of_directions(self, packed: Packed) -> Packed:
         """Return the scalars of the first pass."""
@@ -245,29 +248,30 @@ def _holders(slot: Slot, fields: list[Tensor]) -> list[Holders]:
 class ShapedLaunch(Launch):
     """Parameters that share a shaped kernel, the largest first."""
 
-    def __init__(self, kernel: ShapedKernel, updates: list[Update]) -> None:
+    raw, movable = True, False
+
+    def __init__(self, rule: Rule, updates: list[Update], kernel: ShapedKernel) -> None:
         updates = sorted(updates, key=lambda u: -u.slot.numel)
-        super().__init__(updates)
+        super().__init__(rule, updates, True)
         self._kernel, self._compensated = kernel, updates[0].slot.compensated
         self._prepared = kernel.prepared([u.p.shape for u in updates])
         self.host = self._in_place
 
-    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
+    def run(self, step: Step, known: Tensor | None) -> None:
         """Update the parameters."""
-        del means
-        end = len(columns) if self._in_place else len(columns) // 2
-        every = [[x[i] for i in self.places] for x in columns]
-        arguments = every[: end if self._compensated else end - 1]
+        del known
+        columns = step.columns
+        picked = [[x[i] for i in self.places] for x in (columns.grads, *columns.into)]
+        grads, p, *rest = picked if self._compensated else picked[:-1]
         if not self._in_place:
             # The results, which are moved from where the parameters are.
-            old, arguments = arguments, every[end : end + len(arguments)]
-            for i in (0, *range(2, len(arguments))):
-                torch._foreach_copy_(arguments[i], old[i])
-        own, wide, device = packed[self._at], torch.float64, arguments[0][0].device
+            for new, old in zip((p, *rest), columns.own):
+                torch._foreach_copy_(new, [old[i] for i in self.places])
+        own, wide, device = step.packed[self._at], torch.float64, p[0].device
         # One of these keeps the scalars alive.
         values: Any = own.array(wide) if own.on_host else own.tensor(wide, device)
         at = address(values) if own.on_host else values.data_ptr()
-        table = [[at] * len(self.places), *[addresses(x) for x in arguments]]
+        table = [[at] * len(self.places), *map(addresses, (p, grads, *rest))]
         self._kernel.run(table, *self._prepared)
 
 
@@ -298,7 +302,7 @@ def plan_shaped(
         first = 3 + len(rule.fields)  # after the scalars, the parameter and the gradient
         sizes = [[n for _, n in u.slot.mapped or ()] for u in batch]
         fitting = [u for u, own in zip(batch, sizes) if run.fits(u.p.shape, own, first)]
-        launches += [ShapedLaunch(run, own) for own in split_twins(fitting) if own]
+        launches += [ShapedLaunch(rule, own, run) for own in split_twins(fitting) if own]
     places = {i for launch in launches for i in launch.places}
     return launches, [u for u in updates if u.place not in places]
 
@@ -368,7 +372,7 @@ def _with_direction(slot: Slot, p: Tensor, d: Tensor) -> Slot:
     return slot._replace(
         dtypes=(*slot.dtypes[:end], d.dtype, *slot.dtypes[end:]),
         addresses=(*before, d.data_ptr(), *after) if slot.in_place else (),
-        columns=(*columns[:end], 2, *columns[end:]),
+        columns=(*columns[:end], 1, *columns[end:]),
         codes=(*slot.codes, False),
         dense=slot.dense and same_order(p, d),
     )

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from own_rules import LARS
+from tiers import row
 from torch import Tensor
 
 from optimi_func import compiled, population, prepare_for_gradient_release
@@ -57,28 +58,40 @@ class Twice(Shifted):
 
 
 @pytest.mark.parametrize("n", [5, 1_000_000])
-def test_means_before_and_after_the_direction(n: int) -> None:
+@pytest.mark.parametrize(
+    "how",
+    [
+        row({"compile": False}, id="eager"),
+        row({"foreach": True}, id="foreach"),
+        row({"compile": True}, id="kernels", tier="full"),
+    ],
+)
+def test_means_before_and_after_the_direction(n: int, how: Any) -> None:
     p = torch.linspace(1.0, 2.0, n, dtype=torch.float64, requires_grad=True)
     g = torch.linspace(3.0, 5.0, n, dtype=torch.float64)
     x = p.detach().clone()
     d = g / g.sum() + x
     want = x - 0.1 * (d / d.mean() + 0.5 * x)
-    optimizer = Twice([p], lr=0.1, weight_decay=0.5)
-    p.grad = g
+    short = p[:3].detach().clone().requires_grad_()
+    optimizer = Twice([p, short], lr=0.1, weight_decay=0.5, **how)
+    p.grad, short.grad = g, g[:3].clone()
     optimizer.step()
     torch.testing.assert_close(p.detach(), want, rtol=1e-12, atol=0.0)
+    d = g[:3] / g[:3].sum() + x[:3]
+    want = x[:3] - 0.1 * (d / d.mean() + 0.5 * x[:3])
+    torch.testing.assert_close(short.detach(), want, rtol=1e-12, atol=0.0)
 
 
-@pytest.mark.parametrize("name", ["compile", "foreach"])
-def test_what_takes_means_twice_is_not_compiled(name: str) -> None:
-    p = torch.zeros(2, requires_grad=True)
-    said = f"{name}=True with Twice, whose step has both measure and means: it runs eagerly"
-    with pytest.raises(TypeError, match=said):
-        Twice([p], lr=1.0, **{name: True})  # pyright: ignore[reportArgumentType]
-    value = Twice.pure(lr=1.0)
-    tree, state = torch.ones(2), value.init(torch.ones(2))
-    with pytest.raises(TypeError, match="Twice is not compiled: its step has both"):
-        compiled.step(value, tree, torch.ones(2), state)
+@pytest.mark.full
+def test_means_before_and_after_the_direction_are_three_kernels(graphs: Any) -> None:
+    for n in (5, 70_000):
+        trees = [torch.linspace(1.0, 2.0, n + i) for i in range(3)]
+        grads = [torch.linspace(3.0, 5.0, n + i) for i in range(3)]
+        value = Twice.pure(lr=0.1, weight_decay=0.5)
+        found, _ = compiled.step(value, trees, grads, value.init(trees))
+        want, _ = value.step(trees, grads, value.init(trees))
+        torch.testing.assert_close(found, want, rtol=1e-6, atol=0.0)
+    assert graphs() == 3  # two measure, and one moves
 
 
 def test_release_accumulates_and_members_are_measured_apart() -> None:

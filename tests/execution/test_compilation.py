@@ -15,7 +15,7 @@ from torch._inductor.utils import run_and_get_code
 
 import optimi_func
 from optimi_func import Adam, AdamW, adamw_init, compiled, prepare_for_gradient_release
-from optimi_func.core.leaf import count_means, init_leaf
+from optimi_func.core.leaf import init_leaf
 from optimi_func.core.rule import Rates, Scalars, Storage
 from optimi_func.execution import cpp, inductor, kernels, list_kernel, store
 from optimi_func.execution.kernels import KernelKey, kernel
@@ -88,8 +88,7 @@ def wanted(monkeypatch) -> list[str]:
 
     def made(key: KernelKey, scalars: Scalars):
         names.append(key.name)
-        count = count_means(key.rule, scalars.rates) if key.write else 0
-        body = kernels._body(key, torch.utils._pytree.tree_structure(scalars), count)
+        body = kernels._body(key, torch.utils._pytree.tree_structure(scalars))
         return lambda *tensors: torch.no_grad()(body)(*tensors)
 
     monkeypatch.setattr(kernels, "_compile", made)
@@ -171,7 +170,7 @@ def code_of(name: str, dtype: torch.dtype) -> list[str]:
     numbers = Packed(Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0)))
     dtypes = (dtype, *(x.dtype for x in flat_leaf(leaf)))
     rule, options = optimizer.rule, (numbers.statics, True, True, dtypes, p.device)
-    measures = [True, False] if rule.means else [False]
+    measures = [0, None] if rule.means else [None]
     keys = [KernelKey(rule, *options, part) for part in measures]
     with patch.dict(os.environ, {store.VARIABLE: "0"}):  # what is kept has no code
         _, code = run_and_get_code(lambda: [kernel(key, numbers.scalars) for key in keys])

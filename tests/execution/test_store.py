@@ -491,7 +491,7 @@ def test_the_key_depends_on_the_kernel(monkeypatch: Any) -> None:
         (base._replace(write=False), scalars),
         (base._replace(in_place=False), scalars),
         (base._replace(dtypes=(torch.float64,) * 4), scalars),
-        (base._replace(measures=True), scalars),
+        (base._replace(round=0), scalars),
         (base, scalars._replace(coeffs=(1.0,) * 6)),
         (base, scalars._replace(rates=scalars.rates._replace(undecayed_lr=(0.1,)))),
         (base, scalars._replace(rates=scalars.rates._replace(cautious=(True,)))),

@@ -20,7 +20,7 @@ from optimi_func.execution import wholes
 from optimi_func.execution.launches import run_launches
 from optimi_func.execution.plans import Plan
 from optimi_func.execution.scalars import pack
-from optimi_func.execution.slots import make_slots
+from optimi_func.execution.slots import Columns, Step, make_slots
 from optimi_func.optimizers.sgd import SGD
 from optimi_func.pure.tree import LeafState
 
@@ -252,29 +252,28 @@ def test_three_passes_are_the_pipelines_step(executor: Any, comp: bool) -> None:
         leaf_step(rule, leaf, g, scalars, True, whole_means)
         for leaf, g in zip(leaves, grads)
     ]
-    columns: Any = [
+    own: Any = [
         [leaf.p for leaf in leaves],
-        grads,
         [leaf.state.momentum_buffer for leaf in leaves],
         [leaf.comp for leaf in leaves],
     ]
-    into = [[None if x is None else torch.empty_like(x) for x in y] for y in columns]
+    into = [[None if x is None else torch.empty_like(x) for x in y] for y in own]
     names = ["momentum_buffer"]
     packed, at = pack(rule, [scalars], [0, 0], None, True)
-    for targets in (into, []):
-        slots = make_slots(names, rule, columns, targets, columns)
-        there = targets or columns
+    for there in (into, own):
+        columns = Columns(grads, own, there)
+        slots = make_slots(names, rule, columns, own)
         with torch.no_grad():
-            inputs = columns + targets, packed, at
-            launches, _ = Plan(rule, slots).launches(executor, *inputs, True, lambda: None)
-            run_launches(launches, *inputs, there)
+            inputs = Step(columns, packed, at, True)
+            launches, _ = Plan(rule, slots).launches(executor, inputs, lambda: None)
+            run_launches(launches, inputs, False)
         for i, want in enumerate(wanted):
             torch.testing.assert_close(there[0][i], want.p, rtol=1e-2, atol=1e-5)
             buffer = want.state.momentum_buffer
-            torch.testing.assert_close(there[2][i], buffer, rtol=1e-2, atol=1e-6)
+            torch.testing.assert_close(there[1][i], buffer, rtol=1e-2, atol=1e-6)
             if comp:
                 exact = want.p.double() + want.comp.double()
-                got = there[0][i].double() + there[3][i].double()
+                got = there[0][i].double() + there[2][i].double()
                 torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-4)
 
 

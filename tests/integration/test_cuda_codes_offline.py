@@ -72,10 +72,10 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     now = scalars(case, T)
     statics = Packed(now).statics
     programs: dict[KernelKey, Any] = {}
-    for measures in [True, False] if rule.means else [False]:
+    for part in [0, None] if rule.means else [None]:
         device = offline_cuda.DEVICE
-        key = KernelKey(rule, statics, True, True, dtypes, device, measures, codes)
-        own = Path(folder, "mean" if measures else "move")
+        key = KernelKey(rule, statics, True, True, dtypes, device, part, codes)
+        own = Path(folder, "move" if part is None else "mean")
         own.mkdir()
         programs[key] = offline_cuda.Program(key, now, own)
     return Made(case, rule, programs)
@@ -97,7 +97,7 @@ def test_a_move_is_one_kernel_without_scratch(made: Made) -> None:
     """Decoded, stepped and encoded again in registers, none of which are spilled."""
     _, runs = stepped(made, 0)
     for key, run in runs.items():
-        if not key.measures:
+        if key.round is None:
             assert len(run.launches) == 1 and not run.scratch
         else:
             assert sum(x.numel() for x in run.scratch) <= 256
@@ -109,7 +109,7 @@ def test_a_move_is_one_kernel_without_scratch(made: Made) -> None:
 def test_each_byte_is_read_and_written_once(made: Made) -> None:
     tensors, runs = stepped(made, 0)
     for key, run in runs.items():
-        if key.measures:
+        if key.round is not None:
             continue
         loaded = {i: run.memory.loaded[x.data_ptr()] for i, x in enumerate(tensors)}
         stored = {i: run.memory.stored[x.data_ptr()] for i, x in enumerate(tensors)}

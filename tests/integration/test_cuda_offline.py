@@ -92,9 +92,9 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     now = scalars(case, T)
     statics = Packed(now).statics
     programs: dict[KernelKey, Any] = {}
-    for measures in [True, False] if count_means(rule, now.rates) else [False]:
-        key = KernelKey(rule, statics, True, True, dtypes, offline_cuda.DEVICE, measures)
-        own = Path(folder, "mean" if measures else "move")
+    for part in [*range(len(count_means(rule, now.rates))), None]:
+        key = KernelKey(rule, statics, True, True, dtypes, offline_cuda.DEVICE, part)
+        own = Path(folder, "move" if part is None else f"mean{part}")
         own.mkdir()
         programs[key] = offline_cuda.Program(key, now, own)
     return Made(case, rule, programs)
@@ -114,7 +114,7 @@ def stepped(made: Made, n: int, build: int) -> tuple[list[Tensor], dict[KernelKe
     keys = list(made.programs)
     packed = Packed(scalars(made.case, T))
     numbers = packed.tensor(compute_dtype(*keys[0].dtypes), torch.device("cpu"))
-    count = count_means(made.rule, packed.scalars.rates)
+    count = sum(count_means(made.rule, packed.scalars.rates))
     numbers = torch.cat([numbers, numbers.new_zeros(count)])
     runs = {
         key: made.programs[key].run([numbers, *tensors], build) for key in made.programs
@@ -171,7 +171,7 @@ def test_no_register_is_spilled(made: Made) -> None:
 def test_a_move_is_one_kernel_without_scratch(made: Made) -> None:
     _, runs = stepped(made, LENGTHS[-1], 0)
     for key, run in runs.items():
-        if not key.measures:
+        if key.round is None:
             assert len(run.launches) == 1
             assert not run.scratch
 
@@ -179,8 +179,8 @@ def test_a_move_is_one_kernel_without_scratch(made: Made) -> None:
 def test_means_are_few_kernels_with_little_scratch(made: Made) -> None:
     _, runs = stepped(made, LENGTHS[-1], 0)
     for key, run in runs.items():
-        if key.measures:
-            count = count_means(made.rule, scalars(made.case, T).rates)
+        if key.round is not None:
+            count = count_means(made.rule, scalars(made.case, T).rates)[key.round]
             # Of pieces, and of all; of several one each, and one that writes them.
             assert len(run.launches) == (2 if count == 1 else 2 + count)
             # Nothing as long as a parameter.
@@ -206,7 +206,7 @@ def needed(key: KernelKey, now: Scalars) -> tuple[int, int]:
     sizes = {x: dtype.itemsize for x, dtype in zip(tensors, key.dtypes)}
     read = {x for call in traced.calls for x in call.all_input_nodes if x in sizes}
     p, _, *rest = tensors
-    results = [] if key.measures else traced.outputs
+    results = [] if key.round is not None else traced.outputs
     written = [x for x, result in zip([p, *rest], results) if x is not result]
     return sum(sizes[x] for x in read), sum(sizes[x] for x in written)
 
@@ -326,5 +326,5 @@ def test_a_mean_is_no_list_kernel(made: Made) -> None:
     leaf, g = leaves(made.case, 64)
     p, *rest = flat_leaf(leaf)
     for key, program in made.programs.items():
-        if key.measures:
+        if key.round is not None:
             assert program.list_kernel([torch.ones(16), p, g, *rest]) is None

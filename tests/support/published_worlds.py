@@ -66,6 +66,7 @@ def published_rules(folder: Path) -> None:
             ways.append((torch.float32, worlds.EAGER))
         if cls is LARS:
             ways.append((torch.bfloat16, {"foreach": True}))
+        if cls in (LARS, NormedLAMB):
             ways.append((torch.float32, {"compile": True}))
         for dtype, how in ways:
             alone = train(cls, hyper, None, dtype, how)

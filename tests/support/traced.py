@@ -7,7 +7,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.leaf import compute_dtype, leaf_means, leaf_step, whole_means
+from optimi_func.core.leaf import compute_dtype, leaf_round, leaf_step, whole_means
 from optimi_func.core.rule import Scalars
 from optimi_func.execution.kernels import KernelKey, fill
 from optimi_func.execution.tensors import flat_leaf, leaf_of
@@ -29,8 +29,10 @@ def trace(key: KernelKey, scalars: Scalars) -> Trace:
         now = fill(key.statics, spec, values)
         p, g, *rest = tensors
         leaf = leaf_of(key.rule, (), [p, *rest])
-        if key.measures:
-            return leaf_means(key.rule, leaf, g, now)
+        if key.round is not None:
+            return whole_means(
+                leaf_round(key.rule, leaf, g, now, values[key.statics.count(None) :])
+            )
         return flat_leaf(leaf_step(key.rule, leaf, g, now, key.write, whole_means))
 
     wide = compute_dtype(*key.dtypes)

@@ -139,7 +139,8 @@ def run_launches(launches: list[Launch], step: Step, joins: bool) -> dict[int, P
     Returns the sums of each parameter, by its place, if the rule joins them. What is raised
     meanwhile has a note about what was written.
     """
-    flagged, sums, done = False, dict[int, Tensor](), 0
+    flagged, done = False, 0
+    sums: dict[int, Tensor] = {}
     for x in step.packed:
         flagged |= x.finite is not None
     try:
@@ -179,7 +180,7 @@ def _measured(launches: list[Launch], step: Step) -> Iterator[tuple[Launch, Tens
     Each is measured when it is to run, while its tensors are in a cache. Shards are
     measured together, because processes send one message for each round.
     """
-    together = list[Launch]()
+    together: list[Launch] = []
     for launch in launches:
         if launch.shards:
             together.append(launch)

@@ -145,9 +145,10 @@ def short_step(
     with another.
     """
     c, r, _ = scalars
-    more, count, given = (p,) if rule.reads_param else (), len(rule.fields), state
-    if rule.whole_fields:
-        given = type(state)(*state[:count], *[None] * len(rule.whole_fields))
+    more, given = (p,) if rule.reads_param else (), state
+    count = len(state) if rule.whole is None else len(rule.fields)
+    if rule.whole is not None:
+        given = type(state)(*state[:count], *[None] * (len(state) - count))
     g = plus(times(r.grad_scale, g), r.l2, p)
     d, new, _ = rule.direction(g, given, c, *more)
     if rule.whole is not None:
@@ -180,7 +181,7 @@ def leaf_move(
     old = [decode(s, wide) for s in state]
     g = plus(times(r.grad_scale, to(g, wide)), r.l2, x)
     more = (x,) if rule.reads_param else ()
-    count = len(rule.fields)
+    count = len(old) if rule.whole is None else len(rule.fields)
     mapped = tuple(old[count:])
     partial_state = type(state)(*old[:count], *[None] * len(mapped))
     if "z" in rule.given:

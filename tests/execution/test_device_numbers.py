@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import optimi_func
 from optimi_func import compiled
-from optimi_func.classes import base, step
+from optimi_func.classes import base
 from optimi_func.classes.groups import as_scalar
 from optimi_func.core.distributed import ShardSpec
 from optimi_func.core.rule import Rates, Scalars
@@ -57,9 +57,8 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
     calls: list[tuple[Tensor, ...]] = []
     monkeypatch.setattr(executors, "kernel", lambda *_: lambda *given: calls.append(given))
     # torch knows no autocast for this device.
-    monkeypatch.setattr(step, "has_memory", lambda _: True)  # as a device's would
-    for module in (step, base):
-        monkeypatch.setattr(module, "kernel_context", lambda _: kernels.kernel_context(CPU))
+    monkeypatch.setattr(base, "has_memory", lambda _: True)  # as a device's would
+    monkeypatch.setattr(base, "kernel_context", lambda _: kernels.kernel_context(CPU))
     return calls
 
 
@@ -171,9 +170,9 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Begins the capture of a CUDA graph, as far as this package can tell."""
 
     def begin() -> None:
-        for module in (step, kernels, scalars, trees):
+        for module in (base, kernels, scalars, trees):
             monkeypatch.setattr(module, "is_capturing", lambda _: True)
-        monkeypatch.setattr(step, "_is_cuda", lambda _: True)
+        monkeypatch.setattr(base, "_is_cuda", lambda _: True)
 
     return begin
 

@@ -88,9 +88,10 @@ class Launch:
         return [self.pick(lists[i]) for i in self._columns]
 
     def addresses(self, columns: Columns) -> "tuple[array[int], array[int]]":
-        """Return the addresses before those of the gradients, and those after them."""
-        if self._in_place:
-            return self._fixed
+        """Return the addresses before those of the gradients, and those after them.
+
+        They are `_fixed` if the step is in place.
+        """
         p, *rest = self.read(columns.own) + self.read(columns.into)
         return addresses(p), addresses(chain.from_iterable(rest))
 
@@ -356,7 +357,7 @@ class KernelLaunch(Launch):
             self._call(kernel, columns, grads, values)
             return
         if self._table is None or not self._in_place:
-            before, after = self.addresses(columns)
+            before, after = self._fixed if self._in_place else self.addresses(columns)
             self._table = DeviceTable(grads[0].device, self.lengths, before + after)
         kernel.run(values, self._table, addresses(grads))
 
@@ -389,7 +390,7 @@ class ListLaunch(Launch):
             self._shares = torch.tensor(shares, dtype=torch.float64, device="cpu")
 
     def _table(self, columns: Columns, grads: list[Tensor]) -> "array[int]":
-        before, after = self.addresses(columns)
+        before, after = self._fixed if self._in_place else self.addresses(columns)
         return before + addresses(grads) + after
 
     def measure(self, step: Step, known: Tensor | None) -> Tensor:

@@ -145,9 +145,9 @@ def short_step(
     with another.
     """
     c, r, _ = scalars
-    more, given = (p,) if rule.reads_param else (), state
-    count = len(state) if rule.whole is None else len(rule.fields)
+    more, given, count = (p,) if rule.reads_param else (), state, len(state)
     if rule.whole is not None:
+        count = len(rule.fields)
         given = type(state)(*state[:count], *[None] * (len(state) - count))
     g = plus(times(r.grad_scale, g), r.l2, p)
     d, new, _ = rule.direction(g, given, c, *more)

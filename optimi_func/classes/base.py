@@ -70,6 +70,8 @@ from optimi_func.core.leaf import (
     whole_means,
 )
 from optimi_func.core.owners import Holders, agree, holders_of
+from optimi_func.core.packed import Packed, is_capturing
+from optimi_func.core.program import Room
 from optimi_func.core.removed import Removed
 from optimi_func.core.rule import (
     WHOLE_BATCH,
@@ -82,7 +84,7 @@ from optimi_func.core.rule import (
     Storage,
     StorageLike,
 )
-from optimi_func.core.storage import group_storage, state_in
+from optimi_func.core.storage import flat_leaf, group_storage, state_in
 from optimi_func.core.torch_private import (
     between_graphs,
     has_memory,
@@ -92,10 +94,10 @@ from optimi_func.core.torch_private import (
 from optimi_func.execution.counts import write_scalar
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.plans import ClassPlan
-from optimi_func.execution.scalars import Packed, pack, scalars_after
+from optimi_func.execution.scalars import pack, scalars_after
 from optimi_func.execution.slots import Step
 from optimi_func.execution.sums import Part, Unit, join, write_running
-from optimi_func.execution.tensors import flat_leaf, is_capturing, uncollected
+from optimi_func.execution.tensors import uncollected
 from optimi_func.pure.casts import PLAIN
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.checkpoints import Checkpoints
@@ -1004,7 +1006,7 @@ class BaseOptimizer(Fields, Checkpoints):
         packed, at, after = self._scalars(
             work, bound, plan, tensors, capturable, write, made
         )
-        step = Step(plan.columns(tensors, grads), packed, at, write)
+        step = Step(plan.columns(tensors, grads), packed, at, write, Room())
 
         def check() -> None:
             if any_distributed(grads):

@@ -22,7 +22,6 @@ from optimi_func.core.rule import (
     DecayKind,
     Leaf,
     Microbatch,
-    Named,
     Rates,
     Rule,
     Scalar,
@@ -134,32 +133,6 @@ def leaf_step(
     """
     u, _, add = leaf_move(rule, leaf, g, scalars, write, take_means, wide)
     return add(u)
-
-
-def short_step(
-    rule: Rule, p: Tensor, g: Tensor, state: Named, scalars: Scalars
-) -> tuple[Tensor, Named]:
-    """Return p and state after a `leaf_step` of direction, `whole` and decay alone.
-
-    All tensors are whole and have the dtype of the arithmetic. No result shares memory
-    with another.
-    """
-    c, r, _ = scalars
-    more, given, count = (p,) if rule.reads_param else (), state, len(state)
-    if rule.whole is not None:
-        count = len(rule.fields)
-        given = type(state)(*state[:count], *[None] * (len(state) - count))
-    g = plus(times(r.grad_scale, g), r.l2, p)
-    d, new, _ = rule.direction(g, given, c, *more)
-    if rule.whole is not None:
-        d, found = rule.whole.map(d, p if more else None, state[count:], c)
-        new = (*new[:count], *found)
-    moved = p - plus(r.lr * d, r.decay, p)
-    taken, fields = {id(p), *map(id, state)}, list[Tensor]()
-    for x in new:
-        fields.append(to(x.clone() if id(x) in taken else x, p.dtype))
-        taken.add(id(x))
-    return to(moved, p.dtype), type(state)(*fields)
 
 
 def leaf_move(

@@ -7,7 +7,7 @@ fields are decoded for it, and its results encoded.
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,7 +17,15 @@ from torch import Tensor
 
 from optimi_func.core import checks, codes
 from optimi_func.core.pairs import as_real
-from optimi_func.core.rule import Named, ParamStorage, Rule, Scalar, Storage, StorageLike
+from optimi_func.core.rule import (
+    Leaf,
+    Named,
+    ParamStorage,
+    Rule,
+    Scalar,
+    Storage,
+    StorageLike,
+)
 
 STORAGES: dict[str, Storage] = {
     "compact": Storage("kahan8", "8bit"),
@@ -172,6 +180,19 @@ def state_in(rule: Rule, entry: Mapping[str, Tensor]) -> tuple[Named, Tensor | N
     names = [f + end for f, c in zip(rule.state._fields, coded) for end in _ENDS[c]]
     state = state_of(rule.state, map(entry.__getitem__, names), coded)
     return state, entry.get("kahan_comp")
+
+
+def flat_leaf(leaf: Leaf) -> list[Tensor]:
+    """Return the tensors that a step writes: parameter, state, compensation."""
+    return [leaf.p, *entry_of(leaf.state, leaf.comp).values()]
+
+
+def leaf_of(rule: Rule, codes: tuple[bool, ...], tensors: Sequence[Tensor]) -> Leaf:
+    """Make a leaf of a parameter, its state's tensors and, if it has one, compensation."""
+    p, *rest = tensors
+    left = iter(rest)
+    state = state_of(rule.state, left, codes or (False,) * len(rule.state._fields))
+    return Leaf(p, state, next(left, None))
 
 
 def names_in(fields: tuple[str, ...], entry: Mapping[str, object]) -> list[str]:

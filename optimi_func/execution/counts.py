@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimi_func.core.packed import Packed, foreach_add_, is_capturing
 from optimi_func.core.rule import Scalar
 from optimi_func.execution.cpp import Native, address, loaded
-from optimi_func.execution.scalars import Packed
-from optimi_func.execution.tensors import foreach_add_, is_capturing
 
 _version = attrgetter("_version")
 

@@ -16,6 +16,7 @@ from optimi_func.core.checks import warn_user
 from optimi_func.core.codes import GROUP, is_low
 from optimi_func.core.leaf import compute_dtype, count_means
 from optimi_func.core.lists import chunks, grouped
+from optimi_func.core.packed import is_capturing
 from optimi_func.core.rule import Rule
 from optimi_func.execution.codecs import (
     are_exact,
@@ -23,7 +24,7 @@ from optimi_func.execution.codecs import (
     can_run,
     widens_gradients,
 )
-from optimi_func.execution.foreach import plan_foreach
+from optimi_func.execution.eager import plan_eager
 from optimi_func.execution.kernels import (
     CaptureError,
     DispatchModeError,
@@ -37,11 +38,9 @@ from optimi_func.execution.launches import (
     KernelLaunch,
     Launch,
     ListLaunch,
-    plan_eager,
 )
 from optimi_func.execution.list_kernel import ListKernel, may_replace, replacing
 from optimi_func.execution.slots import Update, alike, split_twins
-from optimi_func.execution.tensors import is_capturing
 from optimi_func.execution.triton_list import TritonListKernel
 from optimi_func.execution.wholes import elementwise, plan_shaped, plan_wholes
 
@@ -80,7 +79,7 @@ def plan_launches(
     if rule.whole_fields:
         rule = elementwise(rule, False)
     planners: dict[str, _Planner] = {"auto": _plan_auto, "kernels": _plan_kernels}
-    plan = (planners | {"foreach": plan_foreach, "eager": plan_eager})[executor]
+    plan = planners.get(executor, plan_eager)
 
     # A list kernel takes rows of scalars, if it has to write no means behind them.
     counted = executor in ("foreach", "eager") or rule.means is not None

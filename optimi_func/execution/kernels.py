@@ -10,7 +10,7 @@ import os
 import threading
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from threading import Timer
 from typing import Any, NamedTuple, TypeVar
@@ -29,7 +29,9 @@ from optimi_func.core.leaf import (
     taking,
     whole_means,
 )
+from optimi_func.core.packed import fill, is_capturing
 from optimi_func.core.rule import Rule, Scalars
+from optimi_func.core.storage import flat_leaf, leaf_of
 from optimi_func.core.torch_private import has_stance, is_switched_off
 from optimi_func.execution import store
 from optimi_func.execution.cpp import native
@@ -42,7 +44,7 @@ from optimi_func.execution.inductor import (
 from optimi_func.execution.list_kernel import TRIAL, ListKernel, agree
 from optimi_func.execution.shaped import ShapedKernel, trials
 from optimi_func.execution.slots import scale_places
-from optimi_func.execution.tensors import flat_leaf, is_capturing, leaf_of, write_back
+from optimi_func.execution.tensors import write_back
 
 T = TypeVar("T")
 
@@ -288,15 +290,6 @@ def _body(key: KernelKey, spec: pytree.TreeSpec) -> Kernel:
         write_back(flat_leaf(leaf) if key.in_place else tensors[inputs:], new)
 
     return run
-
-
-def fill(
-    statics: tuple[bool | str | None, ...], spec: pytree.TreeSpec, values: Sequence[Tensor]
-) -> Scalars:
-    """Return scalars from their static choices and the values of the others."""
-    rest = iter(values)
-    leaves = [next(rest) if s is None else None if s == "None" else s for s in statics]
-    return pytree.tree_unflatten(leaves, spec)
 
 
 def with_own_code_object(fn: Callable[..., T], name: str) -> Callable[..., T]:

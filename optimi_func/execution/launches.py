@@ -10,35 +10,24 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from optimi_func.core.codes import GROUP, same_order
+from optimi_func.core.codes import same_order
 from optimi_func.core.distributed import ShardSpec, all_reduce_sum
 from optimi_func.core.leaf import (
     compute_dtype,
     count_means,
-    leaf_round,
-    leaf_step,
-    taking,
-    whole_means,
 )
 from optimi_func.core.math import scalar_dtype
-from optimi_func.core.rule import Leaf, Rule, Scalars
+from optimi_func.core.packed import ALIGNMENT
+from optimi_func.core.rule import Rule
 from optimi_func.execution.cpp import PIECE
 from optimi_func.execution.inductor import Kernel
 from optimi_func.execution.list_kernel import ListKernel
-from optimi_func.execution.scalars import ALIGNMENT
-from optimi_func.execution.slots import Columns, Step, Update, scale_places
+from optimi_func.execution.slots import Columns, Step, Update
 from optimi_func.execution.sums import Part
-from optimi_func.execution.tensors import leaf_of, write_back
 from optimi_func.execution.triton_list import DeviceTable, TritonListKernel
 
 T = TypeVar("T")
 _on_host = attrgetter("on_host")
-# Temporaries that are alive at once, at most: those of Adan with Kahan summation.
-TEMPORARIES = 18
-# Single operations update parameters of at least so many elements in slices, whose
-# temporaries have at most so many bytes for each element of the parameter. Slices have at
-# least so many elements, on other devices than the CPU more: a call costs as much as they.
-SLICED, ROOM, LEAST, AT_ONCE = 1_000_000, 2, 1 << 12, 1 << 18
 
 
 class Launch:
@@ -223,84 +212,6 @@ def _align(p: Tensor, g: Tensor) -> Tensor:
     if same_order(p, g):
         return g.resolve_neg()
     return torch.empty_like(p, dtype=g.dtype).copy_(g)
-
-
-def plan_eager(
-    rule: Rule, updates: list[Update], write: bool, size: int = 0
-) -> list[Launch]:
-    """Plan updates one by one, in slices of a size, or the large ones in their own."""
-
-    def size_of(u: Update) -> int:
-        if size or u.slot.numel < SLICED or rule.eager or not u.can_be_cut:
-            return size
-        wide = compute_dtype(u.g.dtype, *u.slot.dtypes)
-        least = LEAST if u.p.device.type in ("cpu", "meta") else AT_ONCE
-        return max(least, ROOM * u.slot.numel // (TEMPORARIES * wide.itemsize))
-
-    return [EagerLaunch(rule, u, write, size_of(u)) for u in updates]
-
-
-class EagerLaunch(Launch):
-    """One parameter, operation by operation, in slices if there is a size of them."""
-
-    def __init__(self, rule: Rule, update: Update, write: bool, size: int) -> None:
-        super().__init__(rule, [update], write)
-        self._size = size // GROUP * GROUP
-        if not (self._size or self.shards):
-            self.rounds = ()  # `run` takes them
-
-    def _slices(
-        self, step: Step
-    ) -> Iterator[tuple[tuple[Leaf, Tensor, Scalars], list[Tensor]]]:
-        """Yield what a step of the parameter takes and writes, or steps of its slices."""
-        columns, scalars = step.columns, step.packed[self._at].scalars
-        lists = self.read(columns.own)
-        count = len(lists)
-        lists += () if self._in_place else self.read(columns.into)
-        every = [columns.grads[self.places[0]], *[x for (x,) in lists]]
-        scales = scale_places(self._codes, 1)
-        shares = [1, *[GROUP if i in scales else 1 for i in range(count)] * 2]
-        length = self.lengths[0]
-        if self._size:
-            every = [x.as_strided((x.numel(),), (1,)) for x in every]
-        for start in range(0, length, self._size) if self._size else (0,):
-            end, part = start + self._size, every
-            if self._size:
-                rows = zip(every, shares)
-                part = [x[start // share : -(-end // share)] for x, share in rows]
-            leaf = leaf_of(self._rule, self._codes, part[1 : 1 + count])
-            yield (leaf, part[0], scalars), part[-count:]
-
-    def measure(self, step: Step, known: Tensor | None) -> Tensor:
-        """Return the means as one row."""
-        wholes: list[Tensor] = []
-        offset, row = 0, () if known is None else known[0].unbind()
-        for given, _ in self._slices(step):
-            tensors = leaf_round(self._rule, *given, row)
-            if not self._size:
-                wholes = tensors
-                continue
-            wholes = wholes or [x.new_empty(self.lengths[0]) for x in tensors]
-            for whole, x in zip(wholes, tensors):
-                whole[offset : offset + len(x)] = x
-            offset += self._size
-        # The bits of a mean depend on how its elements are added up.
-        return torch.stack(whole_means(wholes))[None]
-
-    def run(self, step: Step, known: Tensor | None) -> Tensor | None:
-        """Update the parameter."""
-        taken: list[Tensor] = []
-
-        def mean(tensors: list[Tensor]) -> list[Tensor]:
-            taken[:] = whole_means(tensors)
-            return taken
-
-        row = () if known is None else known[0].unbind()
-        for given, targets in self._slices(step):
-            take = taking(self._rule, row, mean)
-            # Its temporaries are freed before those of the next slice are made.
-            write_back(targets, leaf_step(self._rule, *given, self._write, take))
-        return torch.stack(taken)[None] if self._rule.join is not None and taken else None
 
 
 class KernelLaunch(Launch):

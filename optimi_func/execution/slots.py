@@ -12,9 +12,10 @@ from optimi_func.core.codes import is_dense, same_order
 from optimi_func.core.distributed import ShardSpec, shards_of
 from optimi_func.core.lists import grouped
 from optimi_func.core.owners import Holders
+from optimi_func.core.packed import Packed
+from optimi_func.core.program import Room
 from optimi_func.core.rule import Rule
 from optimi_func.core.torch_private import is_plain
-from optimi_func.execution.scalars import Packed
 from optimi_func.execution.tensors import is_plainly_strided
 
 
@@ -43,13 +44,14 @@ class Step(NamedTuple):
     """One step of a plan's parameters.
 
     `at` is, for each parameter, the index of its scalars in `packed`. With write=False it
-    moves the state alone.
+    moves the state alone. Single operations use the buffers in `room`.
     """
 
     columns: Columns
     packed: list[Packed]
     at: list[int]
     write: bool
+    room: Room
 
 
 class Slot(NamedTuple):

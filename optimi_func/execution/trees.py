@@ -17,6 +17,8 @@ from optimi_func.core.distributed import (
     redistribute_like,
     to_local,
 )
+from optimi_func.core.packed import is_capturing
+from optimi_func.core.program import Room
 from optimi_func.core.rule import Leaf, Microbatch, PyTree, Rule
 from optimi_func.core.storage import entry_of, names_in, state_of
 from optimi_func.execution.counts import write_scalar
@@ -28,7 +30,6 @@ from optimi_func.execution.plans import Plan, raise_versions
 from optimi_func.execution.scalars import pack
 from optimi_func.execution.slots import Columns, Step, make_slots
 from optimi_func.execution.sums import Part, Unit, join, write_running
-from optimi_func.execution.tensors import is_capturing
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import (
     FlatTree,
@@ -124,7 +125,7 @@ class TreeUpdate:
         """Update leaves by their plan."""
         at = [self._at[i] for i in places]
         packed, at = pack(self._rule, self._scalars, at, microbatches, write)
-        inputs = Step(columns, packed, at, write)
+        inputs = Step(columns, packed, at, write, Room())
 
         def check() -> None:
             for i, p, g in zip(places, columns.own[0], columns.grads):

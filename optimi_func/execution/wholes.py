@@ -19,6 +19,7 @@ from optimi_func.core.distributed import on_whole, shard_of, to_local
 from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.lists import chunks
 from optimi_func.core.owners import Holders, Owned, map_owned
+from optimi_func.core.packed import Packed
 from optimi_func.core.rule import (
     Direction,
     Named,
@@ -39,7 +40,6 @@ from optimi_func.execution.kernels import (
     kernel,
 )
 from optimi_func.execution.launches import Launch, addresses
-from optimi_func.execution.scalars import Packed
 from optimi_func.execution.shaped import EXAMPLES, ShapedKernel, example_of
 from optimi_func.execution.slots import Columns, Slot, Step, Update, split_twins
 

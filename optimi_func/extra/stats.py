@@ -15,9 +15,9 @@ from optimi_func.core.checks import check_flag
 from optimi_func.core.distributed import all_reduce_sum, shards_of, to_local
 from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.math import scalar_dtype
+from optimi_func.core.packed import is_capturing
 from optimi_func.core.rule import Scalar
 from optimi_func.core.torch_private import norms_of
-from optimi_func.execution.tensors import is_capturing
 from optimi_func.state.stored import weight_of
 
 

@@ -22,9 +22,9 @@ from optimi_func.core.checks import check_flag, check_number
 from optimi_func.core.codes import is_dense
 from optimi_func.core.distributed import check_same, comparable, is_distributed, lost
 from optimi_func.core.lists import chunks, grouped
+from optimi_func.core.packed import is_capturing
 from optimi_func.core.pairs import as_real
 from optimi_func.core.torch_private import assert_later, uncompiled
-from optimi_func.execution.tensors import is_capturing
 from optimi_func.gradient_release import backward as streams
 from optimi_func.gradient_release.backward import Backward, aligned
 from optimi_func.gradient_release.norms import Norm

@@ -1,9 +1,7 @@
 """The scalars of a pure step: hyperparameters at the step, cast for its leaves."""
 
-import math
 import sys
 from collections.abc import Callable
-from functools import lru_cache
 from numbers import Real
 from typing import Any, ClassVar, Generic, Self, TypeVar, cast
 
@@ -14,13 +12,12 @@ from torch.utils import _pytree as pytree
 from optimi_func.core.checks import shown, value_of
 from optimi_func.core.leaf import leaf_dtype, leaf_sums
 from optimi_func.core.math import scalar_dtype
-from optimi_func.core.rule import Leaf, Named, PyTree, Rates, Rule, Scalar, Scalars
+from optimi_func.core.rule import Leaf, Named, PyTree, Rule, Scalar, Scalars
 from optimi_func.core.torch_private import is_constant, is_unwatched
 from optimi_func.pure.tree import FlatTree, LeafState, running_tensors
 
 T = TypeVar("T")
 PLAIN = {float, int, bool, str, type(None)}
-_WIDE = {torch.float32, torch.float64}
 
 
 class derived(Generic[T]):
@@ -74,12 +71,11 @@ class Casts:
     """Scalars as the arithmetic of leaves takes them: in its dtype, on its device.
 
     Each is converted once for a dtype and device, unless a derivative may pass through it,
-    which would then be summed in another order. If the step runs at once, Python numbers
-    become 0-d tensors, because torch would make one of each in every operation.
+    which would then be summed in another order.
     """
 
-    def __init__(self, rule: Rule, at_once: bool) -> None:
-        self._rule, self._at_once = rule, at_once
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
         self._made: dict[object, Scalars] | None = {} if is_unwatched() else None
 
     def __call__(
@@ -102,33 +98,11 @@ class Casts:
                 varying.append(x)
             return _cast(x, dtype, device)
 
-        def convert(x: Scalar) -> Scalar:
-            return _number(x, dtype) if type(x) in (float, int) else cast(x)
-
-        out = self._as_tensors(cast, convert, scalars) if self._at_once else None
-        if varying or out is None:
-            out = _each(cast, scalars)
+        out = _each(cast, scalars)
         out = _with_whole(out, scalars, device)
         if not varying:
             cache[key] = out
         return out
-
-    def _as_tensors(self, cast: Any, convert: Any, scalars: Scalars) -> Scalars:
-        coeffs, r, dither = scalars
-        # The mean of a rule, and cautious decay, compute with these as Python numbers.
-        count = 2 if self._rule.means is not None or r.undecayed_lr else 0
-        usual = zip(r[count:4], (math.nan, 0.0, 0.0, 1.0)[count:])
-        rest = [None if type(x) is float and x == none else x for x, none in usual]
-        rates = Rates(*map(cast, r[:count]), *_each(convert, (*rest, *r[4:])))
-        return Scalars(_each(convert, coeffs), rates, cast(dither))
-
-    def allow_short_steps(self, tree: FlatTree, scalars: Scalars) -> bool:
-        """Return True if `short_step` can step the leaves of a tree."""
-        rule, r = self._rule, scalars.rates
-        parts = rule.after or rule.means or rule.measure or "z" in rule.given
-        if parts or r.cautious or r.undecayed_lr or not (self._at_once and tree.alike):
-            return False
-        return all([p.dtype in _WIDE for p in tree.leaves])
 
     def joined(
         self,
@@ -162,11 +136,6 @@ def _with_whole(found: Scalars, scalars: Scalars, device: torch.device) -> Scala
         scalars.coeffs.whole,
     )
     return found._replace(coeffs=found.coeffs._replace(whole=whole))
-
-
-@lru_cache(256)
-def _number(x: float, dtype: torch.dtype) -> Tensor:
-    return torch.full((), x, dtype=dtype, device="cpu")
 
 
 def _each(fn: Callable[[Any], Any], x: tuple[Any, ...]) -> Any:

@@ -20,10 +20,11 @@ from optimi_func.core.leaf import (
     leaf_move,
     leaf_step,
     rates,
-    short_step,
     whole_means,
 )
 from optimi_func.core.math import scalar_dtype
+from optimi_func.core.packed import Packed
+from optimi_func.core.program import step_now
 from optimi_func.core.rule import (
     DecayKind,
     Leaf,
@@ -353,27 +354,29 @@ class FunctionalOptimizer(Kept):
             self.warn(tree)
         scalars, at, running, cast = self._now(tree)
         half: Any = leaf_step if rewrite is None else leaf_move
-        short = rewrite is extras is None and cast.allow_short_steps(tree, scalars[0])
+        old = [
+            Leaf(p, s.rule_state, s.kahan_comp) for p, s in zip(tree.leaves, tree.states)
+        ]
         leaves, states = tree.leaves.copy(), tree.states.copy()
         results: dict[int, Any] = {}
         means: dict[int, list[Tensor]] = {}
+        if rewrite is extras is None and tree.runs_at_once():
+            found = step_now(self.rule, old, tree.grads, list(map(Packed, scalars)), at)
+            results = {i: new for i, (new, _) in found.items()}
+            means = {i: taken for i, (_, taken) in found.items()}
 
         def take(measured: list[Tensor]) -> list[Tensor]:
             means[i] = whole_means(measured)
             return means[i]
 
-        for i, (p, g, s) in enumerate(zip(tree.leaves, tree.grads, tree.states)):
-            if g is not None and short:
-                now = cast(scalars[at[i]], p.dtype, p.device)
-                leaves[i], rule_state = short_step(self.rule, p, g, s.rule_state, now)
-                states[i] = LeafState(rule_state, None, running[i])
-            elif g is not None:
-                leaf = Leaf(p, s.rule_state, s.kahan_comp)
-                wide = leaf_dtype(leaf, g)
-                now = cast(scalars[at[i]], wide, p.device)
-                if extras is not None:
-                    now = now._replace(coeffs=now.coeffs._replace(**extras[i]))
-                results[i] = half(self.rule, leaf, g, now, True, take, wide)
+        for i, (p, leaf, g) in enumerate(zip(tree.leaves, old, tree.grads)):
+            if g is None or i in results:
+                continue
+            wide = leaf_dtype(leaf, g)
+            now = cast(scalars[at[i]], wide, p.device)
+            if extras is not None:
+                now = now._replace(coeffs=now.coeffs._replace(**extras[i]))
+            results[i] = half(self.rule, leaf, g, now, True, take, wide)
         if rewrite is not None:
             moves = [results.get(i, (None, p, None)) for i, p in enumerate(tree.leaves)]
             us, xs, adds = zip(*moves)
@@ -424,7 +427,7 @@ class FunctionalOptimizer(Kept):
         scalars, at, running = self.scalars(tree, step, t, at_once)
         if at_once and self.rule.running._fields:
             running = [running_tensors(x, step.device) for x in running]  # shared so far
-        return scalars, at, running, Casts(self.rule, at_once)
+        return scalars, at, running, Casts(self.rule)
 
     def scalars(
         self, tree: FlatTree, step: Tensor, t: Scalar, at_once: bool = False

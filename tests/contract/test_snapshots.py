@@ -11,10 +11,10 @@ from traced import trace
 
 import optimi_func
 from optimi_func.core.leaf import init_leaf
+from optimi_func.core.packed import Packed
 from optimi_func.core.rule import Rates, Scalars, Storage
+from optimi_func.core.storage import flat_leaf
 from optimi_func.execution.kernels import KernelKey
-from optimi_func.execution.scalars import Packed
-from optimi_func.execution.tensors import flat_leaf
 
 
 def operations(name: str, dtype: torch.dtype = torch.float32, t: int = 6, **options) -> str:

@@ -16,11 +16,11 @@ from torch._inductor.utils import run_and_get_code
 import optimi_func
 from optimi_func import Adam, AdamW, adamw_init, compiled, prepare_for_gradient_release
 from optimi_func.core.leaf import init_leaf
+from optimi_func.core.packed import Packed
 from optimi_func.core.rule import Rates, Scalars, Storage
+from optimi_func.core.storage import flat_leaf
 from optimi_func.execution import cpp, inductor, kernels, list_kernel, store
 from optimi_func.execution.kernels import KernelKey, kernel
-from optimi_func.execution.scalars import Packed
-from optimi_func.execution.tensors import flat_leaf
 
 SHAPES = [
     *[(1,), (), (2,), (3,), (5, 1), (7, 11), (64,), (100, 3), (0,), (8193,)],

@@ -20,11 +20,11 @@ from optimi_func import compiled
 from optimi_func.classes import base
 from optimi_func.classes.groups import as_scalar
 from optimi_func.core.distributed import ShardSpec
+from optimi_func.core.packed import ALIGNMENT, Packed
 from optimi_func.core.rule import Rates, Scalars
 from optimi_func.execution import executors, kernels, launches, scalars, slots, trees
 from optimi_func.execution.executors import SMALL
 from optimi_func.execution.kernels import CaptureError
-from optimi_func.execution.scalars import ALIGNMENT, Packed
 
 META = torch.device("meta")
 CPU = torch.device("cpu")

@@ -24,8 +24,8 @@ from optimi_func.core import checks
 from optimi_func.core.rule import WHOLE_BATCH
 from optimi_func.execution import kernels
 from optimi_func.execution import plans as plans_
+from optimi_func.execution.eager import EagerLaunch
 from optimi_func.execution.launches import (
-    EagerLaunch,
     KernelLaunch,
     Launch,
     ListLaunch,

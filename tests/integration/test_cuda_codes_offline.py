@@ -11,11 +11,10 @@ from torch.utils import _pytree as pytree
 
 import optimi_func
 from optimi_func.core.leaf import init_leaf, leaf_step, rates, whole_means
+from optimi_func.core.packed import Packed, fill
 from optimi_func.core.rule import Leaf, Rule, Scalars, Storage
-from optimi_func.core.storage import storage_of
-from optimi_func.execution.kernels import KernelKey, fill
-from optimi_func.execution.scalars import Packed
-from optimi_func.execution.tensors import flat_leaf
+from optimi_func.core.storage import flat_leaf, storage_of
+from optimi_func.execution.kernels import KernelKey
 
 triton = pytest.importorskip("triton")
 why_not = offline_cuda.why_not(triton.__version__)

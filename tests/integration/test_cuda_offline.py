@@ -27,10 +27,10 @@ from optimi_func.core.leaf import (
     rates,
     whole_means,
 )
+from optimi_func.core.packed import Packed, fill
 from optimi_func.core.rule import Leaf, Rule, Scalars, Storage
-from optimi_func.execution.kernels import KernelKey, fill
-from optimi_func.execution.scalars import Packed
-from optimi_func.execution.tensors import flat_leaf
+from optimi_func.core.storage import flat_leaf
+from optimi_func.execution.kernels import KernelKey
 from optimi_func.execution.triton_list import BLOCK, DeviceTable
 
 triton = pytest.importorskip("triton")

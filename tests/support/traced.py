@@ -8,9 +8,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from optimi_func.core.leaf import compute_dtype, leaf_round, leaf_step, whole_means
+from optimi_func.core.packed import fill
 from optimi_func.core.rule import Scalars
-from optimi_func.execution.kernels import KernelKey, fill
-from optimi_func.execution.tensors import flat_leaf, leaf_of
+from optimi_func.core.storage import flat_leaf, leaf_of
+from optimi_func.execution.kernels import KernelKey
 
 
 class Trace(NamedTuple):

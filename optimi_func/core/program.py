@@ -1,0 +1,421 @@
+"""Programs: leaf steps without a compiler, whose operations write into few buffers.
+
+The operations of a leaf step are recorded once, on an example. A program repeats them for
+tensors of any shape. A result is written where the step leaves it as soon as what is there
+has been read, else to a buffer.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from optimi_func.core.codes import GROUP, is_dense, same_order
+from optimi_func.core.leaf import (
+    compute_dtype,
+    count_means,
+    leaf_round,
+    leaf_step,
+    taking,
+    whole_means,
+)
+from optimi_func.core.lists import chunks
+from optimi_func.core.packed import Packed, fill
+from optimi_func.core.rule import Leaf, Rule, Scalars
+from optimi_func.core.storage import flat_leaf, leaf_of
+from optimi_func.core.torch_private import dispatch_modes
+
+# Elements of a tensor that is joined with others, and of those together.
+JOINED, TOGETHER = 1 << 11, 1 << 15
+# A tensor of so many elements is updated in slices, whose temporaries have at most so many
+# bytes for each of its elements.
+SLICED, ROOM = 1 << 18, 2
+# Elements of a slice: at least, and at most for each thread of the CPU. A call on another
+# device costs as much as the last number.
+LEAST, PER_THREAD, ELSEWHERE = 1 << 12, 1 << 16, 1 << 18
+_EXAMPLE = (3, 2)  # the shape of the example's tensors
+_LEFT_OUT = {"detach", "alias", "lift_fresh"}  # they return their argument
+_COPIES = {"_to_copy", "clone"}
+
+
+class Kind(NamedTuple):
+    """The choices that a program is recorded for."""
+
+    rule: Rule
+    statics: tuple[bool | str | None, ...]  # see `Packed`
+    dtypes: tuple[torch.dtype, ...]  # of g, p, the state's fields and the compensation
+    device: torch.device
+    write: bool
+    in_place: bool  # the results replace what they are computed from
+    known: int = 0  # how many means are given
+    round: bool = False  # True: return the tensors whose means follow those known
+
+
+class _Call(NamedTuple):
+    name: str
+    function: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    more: dict[str, Any]
+    result: Tensor
+
+    @property
+    def read(self) -> list[Tensor]:
+        """Return the tensors that it reads."""
+        every = chain(self.args, self.more.values())
+        return [x for x in every if isinstance(x, Tensor)]
+
+
+class _Recorder(TorchDispatchMode):
+    """Records operations, but raises TypeError for one that is not elementwise.
+
+    Means are, to a 0-d tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+        self.same: dict[int, Tensor] = {}  # by the id of a result, what it is
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        args, more = pytree.tree_map_only(Tensor, self.of, (tuple(args), kwargs or {}))
+        whole = isinstance(result, Tensor) and result.shape == _EXAMPLE
+        allowed = torch.Tag.pointwise in func.tags or name in _COPIES
+        if func._schema.is_mutable or not isinstance(result, Tensor):
+            raise TypeError(f"{func} is not recorded")
+        if name in _LEFT_OUT:
+            self.same[id(result)] = args[0]
+            self.calls.append(_Call(name, func, (), {}, result))  # keeps its id
+        elif (whole and allowed) or result.dim() == 0:
+            function = getattr(torch, name, func)
+            self.calls.append(_Call(name, function, args, more, result))
+        else:
+            raise TypeError(f"{func} is not recorded")
+        return result
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return the tensor that x is."""
+        return self.same.get(id(x), x)
+
+
+class Room:
+    """The buffers of a step, which its programs use one after another.
+
+    Fresh memory for each tensor would cost as much as the operations on it.
+    """
+
+    def __init__(self) -> None:
+        self._flat: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._made: dict[object, list[Tensor]] = {}
+
+    def buffers(self, dtypes: tuple[torch.dtype, ...], like: Tensor) -> list[Tensor]:
+        """Return buffers of these dtypes, in the shape of a tensor."""
+        key = dtypes, like.shape
+        if key not in self._made:
+            size, device = like.numel(), like.device
+            if any([len(self._flat.get(x, ())) < size for x in enumerate(dtypes)]):
+                self._made.clear()  # which hold smaller ones
+            for x in enumerate(dtypes):
+                if len(self._flat.get(x, ())) < size:
+                    self._flat[x] = torch.empty(size, dtype=x[1], device=device)
+            flat = [self._flat[x][:size] for x in enumerate(dtypes)]
+            self._made[key] = [x.view(like.shape) for x in flat]
+        return self._made[key]
+
+
+class Program(NamedTuple):
+    """The operations of a leaf step.
+
+    Attributes:
+        run: `(tensors, targets, buffers, values, known) -> means`: computes from g, p, the
+            state and the compensation, into as many targets without one of g, which it does
+            not look at if it is in place. `values` are the step's numbers, 0-d like the
+            means known and those that it takes itself and returns.
+        buffers: The dtypes of its buffers, which are as large as the tensors.
+        outputs: The dtypes of its targets.
+        written: The indices of the targets that it writes.
+    """
+
+    run: Callable[..., list[Tensor]]
+    buffers: tuple[torch.dtype, ...]
+    outputs: list[torch.dtype]
+    written: list[int]
+
+    def __call__(
+        self,
+        tensors: list[Tensor],
+        targets: list[Tensor],
+        values: Sequence[Tensor],
+        room: Room,
+        known: Sequence[Tensor] = (),
+        size: int = 0,
+    ) -> list[Tensor]:
+        """Do what `run` does, in slices of a size if there is one."""
+        taken: list[Tensor] = []
+        for own, into in slices(tensors, targets, size):
+            buffers = room.buffers(self.buffers, own[0])
+            taken = self.run(own, into, buffers, values, known)
+        return taken
+
+
+def slices(
+    tensors: list[Tensor], targets: list[Tensor], size: int, scales: Sequence[int] = ()
+) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield slices of dense tensors and of what they are written to, or all if size=0.
+
+    A scale, of which the places among the tensors are given, belongs to a group of codes.
+    """
+    if not size:
+        yield tensors, targets
+        return
+    shares = [GROUP if i in scales else 1 for i in range(len(tensors))]
+    every = zip([*tensors, *targets], [*shares, *shares[1:]])
+    for part in zip(*[flat(x).split(size // share) for x, share in every]):
+        yield list(part[: len(tensors)]), list(part[len(tensors) :])
+
+
+def flat(x: Tensor) -> Tensor:
+    """Return the memory of a dense tensor."""
+    return x.as_strided((x.numel(),), (1,))
+
+
+def slice_size(x: Tensor, wide: torch.dtype, temporaries: int) -> int:
+    """Return the elements of a slice of x, if a step has so many temporaries."""
+    on_cpu = x.device.type in ("cpu", "meta")
+    least = LEAST if on_cpu else ELSEWHERE
+    most = max(least, PER_THREAD * torch.get_num_threads())
+    room = ROOM * x.numel() // (max(1, temporaries) * wide.itemsize)
+    return max(least, min(room, most)) // GROUP * GROUP
+
+
+def joined(
+    made: Program, lists: list[list[Tensor]], values: Sequence[Tensor], room: Room
+) -> list[Tensor]:
+    """Run a program in place on dense tensors, which are joined, and return what it wrote.
+
+    It has one tensor for each of the lists without that of the gradients, the first.
+    """
+    tensors = [torch.cat(list(map(flat, x))) for x in lists]
+    made(tensors, tensors[1:], values, room)
+    return tensors[1:]
+
+
+def step_now(
+    rule: Rule,
+    leaves: list[Leaf],
+    grads: list[Tensor | None],
+    packed: list[Packed],
+    at: list[int],
+) -> dict[int, tuple[Leaf, list[Tensor]]]:
+    """Return parameters after one step, by their indices, and the means that each took.
+
+    Those whose step is no program are left out. `at` are the indices of their numbers.
+    """
+    results, room = dict[int, tuple[Leaf, list[Tensor]]](), Room()
+    if rule.whole is not None or rule.given:
+        return results
+    groups: dict[Any, list[tuple[int, list[Tensor]]]] = {}
+    for i, ((p, state, comp), g) in enumerate(zip(leaves, grads)):
+        own = [p, *state] if comp is None else [p, *state, comp]
+        if g is None or p.is_complex() or any([isinstance(x, tuple) for x in state]):
+            continue
+        tensors = [g, *own]
+        small = p.numel() <= JOINED and all([x.is_contiguous() for x in tensors])
+        key = at[i], tuple([x.dtype for x in tensors]), small
+        groups.setdefault(key, []).append((i, tensors))
+    for (k, dtypes, small), rows in groups.items():
+        now, device = packed[k].folded(rule), rows[0][1][0].device
+        wide, means = compute_dtype(*dtypes), count_means(rule, now.scalars.rates)
+        joins = small and not means
+        kind = Kind(rule, now.statics, dtypes, device, True, joins)
+        made = program(kind, now.scalars) if now.constant else None
+        if made is None:
+            continue
+        values = now.values(wide, device)
+        if joins:
+            for part in chunks(rows, TOGETHER, lambda x: x[1][0].numel()):
+                lists = list(map(list, zip(*[x for _, x in part])))
+                every = joined(made, lists, values, room)
+                sizes = [x.numel() for _, (x, *_) in part]
+                new = zip(*[torch.split_with_sizes_copy(x, sizes) for x in every])
+                for (i, (g, *_)), own in zip(part, new):
+                    results[i] = leaf_of(rule, (), [x.view(g.shape) for x in own]), []
+            continue
+        for i, (g, *own) in rows:
+            new, size = [torch.empty_like(x, requires_grad=False) for x in own], 0
+            if g.numel() >= SLICED and not means and is_dense(g):
+                if all([same_order(g, x) for x in (*own, *new)]):
+                    size = slice_size(g, wide, len(made.buffers))
+            taken = made([g, *own], new, values, room, size=size)
+            results[i] = leaf_of(rule, (), new), taken
+    return results
+
+
+_programs: dict[Kind, Program | None] = {}
+
+
+def program(kind: Kind, scalars: Scalars) -> Program | None:
+    """Return the program of a kind, or None if its operations cannot be recorded.
+
+    Only the structure of the scalars matters.
+    """
+    if kind not in _programs:
+        if dispatch_modes():
+            return None
+        if len(_programs) >= 512:
+            _programs.clear()
+        try:
+            _programs[kind] = _record(kind, scalars)
+        except Exception:
+            _programs[kind] = None
+    return _programs[kind]
+
+
+def _record(kind: Kind, scalars: Scalars) -> Program:
+    wide, rule = compute_dtype(*kind.dtypes), kind.rule
+    spec = pytree.tree_structure(scalars)
+    count = kind.statics.count(None) + kind.known
+    with torch.no_grad():
+        like = torch.arange(1.0, 7.0, device=kind.device).reshape(_EXAMPLE)
+        tensors = [like.to(x, copy=True) for x in kind.dtypes]
+        numbers = list(torch.full((count,), 0.5, dtype=wide, device=kind.device).unbind())
+    values, known = numbers[: count - kind.known], numbers[count - kind.known :]
+    now = fill(kind.statics, spec, values)
+    (g, *own), taken = tensors, list[Tensor]()
+    leaf = leaf_of(rule, (), own)
+
+    def mean(found: list[Tensor]) -> list[Tensor]:
+        taken[:] = whole_means(found)
+        return taken
+
+    with torch.no_grad(), _Recorder() as recorder:
+        if kind.round:
+            outputs = leaf_round(rule, leaf, g, now, known)
+        else:
+            take = taking(rule, known, mean)
+            outputs = flat_leaf(leaf_step(rule, leaf, g, now, kind.write, take))
+    old = flat_leaf(leaf) if kind.in_place else [None] * len(outputs)
+    writer = _Writer(recorder, list(map(recorder.of, outputs)), old)
+    writer.name(tensors, "x")
+    writer.name(values, "v")
+    writer.name(known, "k")
+    run = writer.code(list(map(recorder.of, taken)))
+    outputs = list(map(recorder.of, outputs))
+    written = [i for i, (x, y) in enumerate(zip(outputs, old)) if x is not y]
+    return Program(run, (*writer.buffers,), [x.dtype for x in outputs], written)
+
+
+class _Writer:
+    """Writes the operations down as a function, and chooses where each result goes."""
+
+    def __init__(
+        self, recorder: _Recorder, outputs: list[Tensor], old: Sequence[Tensor | None]
+    ) -> None:
+        self._calls = [x for x in recorder.calls if x.args or x.more]
+        self._outputs, self._old = outputs, old
+        self.buffers: list[torch.dtype] = []
+        self._names: dict[int, str] = {}
+        self._globals: dict[str, object] = {}
+        self._last: dict[int, int] = {}  # by a tensor's id, the last call that reads it
+        for i, call in enumerate(self._calls):
+            self._last |= {id(x): i for x in call.read}
+        self._last |= {id(x): len(self._calls) for x in outputs}
+        self._lines: list[str] = []
+
+    def name(self, tensors: list[Tensor], letter: str) -> None:
+        """Name the arguments of a list."""
+        names = [f"{letter}{i}" for i in range(len(tensors))]
+        self._names |= dict(zip(map(id, tensors), names))
+        if names:
+            self._lines.append(f"{', '.join(names)}, = {letter}")
+
+    def _hints(self) -> dict[int, int]:
+        """Return, by id, the target that a result is computed for."""
+        hints: dict[int, int] = {}
+        for j, x in enumerate(self._outputs):
+            hints.setdefault(id(x), j)
+        for i in reversed(range(len(self._calls))):
+            j = hints.get(id(self._calls[i].result))
+            for x in self._calls[i].read if j is not None else ():
+                # It is read for the last time, and the result can take its place.
+                alike = x.dtype == self._outputs[j].dtype and x.dim()
+                if alike and self._last[id(x)] == i and id(x) not in hints:
+                    hints[id(x)] = j
+                    break
+        return hints
+
+    def code(self, taken: list[Tensor]) -> Callable[..., list[Tensor]]:
+        """Return the function."""
+        hints, places = self._hints(), dict[str, int]()  # by name, the last call to read it
+        targets: list[str] = []
+        for j, old in enumerate(self._old):
+            targets.append(f"t{j}" if old is None else self._names[id(old)])
+            places[targets[j]] = -1 if old is None else self._last.get(id(old), -1)
+        if None in self._old:
+            self._lines.append(f"{', '.join(targets)}, = t")
+        first = len(self._lines)
+        for i, call in enumerate(self._calls):
+            key = id(call.result)
+            last = self._last.get(key)
+            if last is None:
+                continue  # nobody reads it
+            if call.result.dim() == 0:
+                self._names[key] = f"n{i}"
+                self._lines.append(f"n{i} = {self._call(i, call, '')}")
+                continue
+            j = hints.get(key)
+            fits = j is not None and self._outputs[j].dtype == call.result.dtype
+            if fits and places[targets[j]] <= i:
+                place = targets[j]
+            else:
+                place = self._buffer(call.result.dtype, places, i)
+            self._names[key], places[place] = place, last
+            self._lines.append(self._call(i, call, place))
+        for x, target in zip(self._outputs, targets):
+            if self._names[id(x)] != target:
+                self._lines.append(f"{target}.copy_({self._names[id(x)]})")
+        if self.buffers:
+            every = [f"b{i}" for i in range(len(self.buffers))]
+            self._lines.insert(first, f"{', '.join(every)}, = b")
+        self._lines.append(f"return [{', '.join([self._names[id(x)] for x in taken])}]")
+        source = "\n    ".join(["def run(x, t, b, v, k):", *self._lines])
+        exec(source, self._globals)
+        run: Any = self._globals["run"]
+        return run
+
+    def _buffer(self, dtype: torch.dtype, places: dict[str, int], i: int) -> str:
+        for k, kind in enumerate(self.buffers):
+            if kind == dtype and places[f"b{k}"] <= i:
+                return f"b{k}"
+        self.buffers.append(dtype)
+        return f"b{len(self.buffers) - 1}"
+
+    def _call(self, i: int, call: _Call, place: str) -> str:
+        """Return one operation, which writes to `place` if that has a name."""
+        name = f"f{i}"
+
+        def text(x: Any, k: object) -> str:
+            if isinstance(x, Tensor):
+                return self._names[id(x)]
+            self._globals[f"c{i}_{k}"] = x
+            return f"c{i}_{k}"
+
+        args = [text(x, k) for k, x in enumerate(call.args)]
+        if place and call.name in _COPIES:
+            return f"{place}.copy_({args[0]})"
+        args += [f"{k}={text(x, k)}" for k, x in call.more.items()]
+        function: Any = call.function
+        self._globals[name] = function
+        if not place:
+            return f"{name}({', '.join(args)})"
+        try:
+            function(*call.args, **call.more, out=torch.empty_like(call.result))
+        except TypeError:
+            return f"{place}.copy_({name}({', '.join(args)}))"
+        return f"{name}({', '.join(args)}, out={place})"

@@ -71,7 +71,6 @@ from optimi_func.core.leaf import (
 )
 from optimi_func.core.owners import Holders, agree, holders_of
 from optimi_func.core.packed import Packed, is_capturing
-from optimi_func.core.program import Room
 from optimi_func.core.removed import Removed
 from optimi_func.core.rule import (
     WHOLE_BATCH,
@@ -1006,7 +1005,7 @@ class BaseOptimizer(Fields, Checkpoints):
         packed, at, after = self._scalars(
             work, bound, plan, tensors, capturable, write, made
         )
-        step = Step(plan.columns(tensors, grads), packed, at, write, Room())
+        step = Step(plan.columns(tensors, grads), packed, at, write)
 
         def check() -> None:
             if any_distributed(grads):

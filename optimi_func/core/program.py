@@ -38,7 +38,6 @@ SLICED, ROOM = 1 << 18, 2
 # device costs as much as the last number.
 LEAST, PER_THREAD, ELSEWHERE = 1 << 12, 1 << 16, 1 << 18
 _EXAMPLE = (3, 2)  # the shape of the example's tensors
-_LEFT_OUT = {"detach", "alias", "lift_fresh"}  # they return their argument
 _COPIES = {"_to_copy", "clone"}
 
 
@@ -89,7 +88,7 @@ class _Recorder(TorchDispatchMode):
         allowed = torch.Tag.pointwise in func.tags or name in _COPIES
         if func._schema.is_mutable or not isinstance(result, Tensor):
             raise TypeError(f"{func} is not recorded")
-        if name in _LEFT_OUT:
+        if func.is_view and _same(result, args[0]):
             self.same[id(result)] = args[0]
             self.calls.append(_Call(name, func, (), {}, result))  # keeps its id
         elif (whole and allowed) or result.dim() == 0:
@@ -100,8 +99,14 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def of(self, x: Tensor) -> Tensor:
-        """Return the tensor that x is."""
+        """Return the tensor that x shows."""
         return self.same.get(id(x), x)
+
+
+def _same(x: Tensor, y: object) -> bool:
+    """Return True if x shows all of y."""
+    alike = isinstance(y, Tensor) and x.dtype == y.dtype and x.shape == y.shape
+    return alike and x.stride() == y.stride()
 
 
 class Room:
@@ -119,10 +124,9 @@ class Room:
         key = dtypes, like.shape
         if key not in self._made:
             size, device = like.numel(), like.device
-            if any([len(self._flat.get(x, ())) < size for x in enumerate(dtypes)]):
-                self._made.clear()  # which hold smaller ones
             for x in enumerate(dtypes):
-                if len(self._flat.get(x, ())) < size:
+                if x not in self._flat or len(self._flat[x]) < size:
+                    self._made.clear()  # which hold a smaller one
                     self._flat[x] = torch.empty(size, dtype=x[1], device=device)
             flat = [self._flat[x][:size] for x in enumerate(dtypes)]
             self._made[key] = [x.view(like.shape) for x in flat]
@@ -301,12 +305,17 @@ def _record(kind: Kind, scalars: Scalars) -> Program:
             take = taking(rule, known, mean)
             outputs = flat_leaf(leaf_step(rule, leaf, g, now, kind.write, take))
     old = flat_leaf(leaf) if kind.in_place else [None] * len(outputs)
-    writer = _Writer(recorder, list(map(recorder.of, outputs)), old)
+    outputs = list(map(recorder.of, outputs))
+    for i, x in enumerate(outputs):
+        # The argument may have been written before.
+        if x is not old[i] and any([x is y for y in tensors]):
+            outputs[i] = x.clone()
+            recorder.calls.append(_Call("clone", torch.clone, (x,), {}, outputs[i]))
+    writer = _Writer(recorder, outputs, old)
     writer.name(tensors, "x")
     writer.name(values, "v")
     writer.name(known, "k")
     run = writer.code(list(map(recorder.of, taken)))
-    outputs = list(map(recorder.of, outputs))
     written = [i for i, (x, y) in enumerate(zip(outputs, old)) if x is not y]
     return Program(run, (*writer.buffers,), [x.dtype for x in outputs], written)
 

@@ -19,6 +19,7 @@ from optimi_func.core.program import (
     TOGETHER,
     Kind,
     Program,
+    Room,
     flat,
     joined,
     program,
@@ -97,9 +98,11 @@ class EagerLaunch(Launch):
     def _slices(
         self, columns: Columns, made: Program | None
     ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        tensors, targets = ([x for (x,) in lists] for lists in self._lists(columns))
+        """Yield what `_lists` returns, one tensor or slice after another."""
         scales = [1 + i for i in scale_places(self._codes, 1)]
-        return slices(tensors, targets, self._size(targets[0], made), scales)
+        for tensors, targets in zip(*[zip(*lists) for lists in self._lists(columns)]):
+            size = self._size(tensors[1], made)
+            yield from slices([*tensors], [*targets], size, scales)
 
     def measure(self, step: Step, known: Tensor | None) -> Tensor:
         """Return the means as one row."""
@@ -113,7 +116,7 @@ class EagerLaunch(Launch):
                 continue
             parts.append([torch.empty_like(g, dtype=x) for x in made.outputs])
             values = packed.values(self.dtype, self._device)
-            made([g, *own], parts[-1], values, step.room, row)
+            made([g, *own], parts[-1], values, _room(step), row)
         # The bits of a mean depend on how its elements are added up.
         wholes = parts[0] if len(parts) == 1 else list(map(torch.cat, zip(*parts)))
         return torch.stack(whole_means(wholes))[None]
@@ -133,12 +136,12 @@ class EagerLaunch(Launch):
             tensors, targets = ([x for (x,) in y] for y in self._lists(step.columns))
             values = packed.values(self.dtype, self._device)
             size = self._size(targets[0], made)
-            taken = made(tensors, targets, values, step.room, row, size)
+            taken = made(tensors, targets, values, _room(step), row, size)
         return torch.stack(taken)[None] if self._rule.join is not None and taken else None
 
     def _run_joined(self, step: Step, packed: Packed, made: Program) -> list[Tensor]:
         lists, into = self._lists(step.columns)
-        new = joined(made, lists, packed.values(self.dtype, self._device), step.room)
+        new = joined(made, lists, packed.values(self.dtype, self._device), _room(step))
         for i in made.written:
             torch._foreach_copy_(list(map(flat, into[i])), new[i].split(self._sizes))
         return []
@@ -159,3 +162,7 @@ class EagerLaunch(Launch):
             # Its temporaries are freed before those of the next slice are made.
             write_back(targets, leaf_step(*now))
         return taken
+
+
+def _room(step: Step) -> Room:
+    return Room() if step.room is None else step.room

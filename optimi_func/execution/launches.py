@@ -18,6 +18,7 @@ from optimi_func.core.leaf import (
 )
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.packed import ALIGNMENT
+from optimi_func.core.program import Room
 from optimi_func.core.rule import Rule
 from optimi_func.execution.cpp import PIECE
 from optimi_func.execution.inductor import Kernel
@@ -27,7 +28,7 @@ from optimi_func.execution.sums import Part
 from optimi_func.execution.triton_list import DeviceTable, TritonListKernel
 
 T = TypeVar("T")
-_on_host = attrgetter("on_host")
+_on_host, _raw = attrgetter("on_host"), attrgetter("raw")
 
 
 class Launch:
@@ -133,6 +134,8 @@ def run_launches(launches: list[Launch], step: Step, joins: bool) -> dict[int, P
     sums: dict[int, Tensor] = {}
     for x in step.packed:
         flagged |= x.finite is not None
+    if not all(map(_raw, launches)):
+        step = step._replace(room=Room())
     try:
         for launch, known in _measured(launches, step):
             backups: list[tuple[Tensor, Tensor, Tensor]] = []

@@ -67,7 +67,7 @@ class Plan:
         """
         # A dispatch mode that watches single operations has to see them.
         watched = any_torch_dispatch_mode_on_stack()
-        (grads, own, _), packed, at, write, _ = step
+        (grads, own, _), packed, at, write, *_ = step
         kind = executor, write, watched, packed[0].statics
         if len(packed) > 1:
             kind = *kind, tuple([x.statics for x in packed]), tuple(at)

@@ -44,14 +44,14 @@ class Step(NamedTuple):
     """One step of a plan's parameters.
 
     `at` is, for each parameter, the index of its scalars in `packed`. With write=False it
-    moves the state alone. Single operations use the buffers in `room`.
+    moves the state alone. Launches of single operations share the buffers in `room`.
     """
 
     columns: Columns
     packed: list[Packed]
     at: list[int]
     write: bool
-    room: Room
+    room: Room | None = None
 
 
 class Slot(NamedTuple):

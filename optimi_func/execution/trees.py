@@ -18,7 +18,6 @@ from optimi_func.core.distributed import (
     to_local,
 )
 from optimi_func.core.packed import is_capturing
-from optimi_func.core.program import Room
 from optimi_func.core.rule import Leaf, Microbatch, PyTree, Rule
 from optimi_func.core.storage import entry_of, names_in, state_of
 from optimi_func.execution.counts import write_scalar
@@ -125,7 +124,7 @@ class TreeUpdate:
         """Update leaves by their plan."""
         at = [self._at[i] for i in places]
         packed, at = pack(self._rule, self._scalars, at, microbatches, write)
-        inputs = Step(columns, packed, at, write, Room())
+        inputs = Step(columns, packed, at, write)
 
         def check() -> None:
             for i, p, g in zip(places, columns.own[0], columns.grads):

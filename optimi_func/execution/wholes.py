@@ -20,6 +20,7 @@ from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.lists import chunks
 from optimi_func.core.owners import Holders, Owned, map_owned
 from optimi_func.core.packed import Packed
+from optimi_func.core.program import Room
 from optimi_func.core.rule import (
     Direction,
     Named,
@@ -135,6 +136,7 @@ class WholeLaunch(Launch):
         """Update the parameters."""
         del known
         columns, packed = step.columns, step.packed
+        step = step._replace(room=Room())
         own = into = list(map(self.pick, columns.own))
         directions = self._empty(own[0])
         pointers = list(map(Tensor.data_ptr, directions))

@@ -381,21 +381,17 @@ def test_private_torch_is_there() -> None:
     assert targets[0].tolist() == [2, 2]
 
 
-def test_private_foreach_is_there() -> None:
-    """Each operation on lists, with the operands that execution/foreach.py gives it."""
-    from optimi_func.execution import foreach
-
-    values = torch.tensor([0.25, 2.0])
-    turned = {name for pair in foreach._TURNED.values() for name in pair}
-    assert turned <= foreach._LISTED | foreach._ALONE
-    for name in foreach._ALONE:
-        (found,) = getattr(torch, f"_foreach_{name}")([values])
-        assert found.equal(getattr(values, name)()), name
-    for name in foreach._LISTED:
-        for other, others in ((3.0, 3.0), (values + 1, [values + 1])):
-            (found,) = getattr(torch, f"_foreach_{name}")([values], others)
-            kind = {"maximum": "clamp_min"}.get(name, name)
-            assert found.equal(getattr(values, kind)(other)), name
+def test_private_facts_of_operations_are_there() -> None:
+    """What programs are recorded by."""
+    mul, view = torch.ops.aten.mul.Tensor, torch.ops.aten.view.default
+    assert mul.overloadpacket.__name__ == "mul"
+    assert torch.Tag.pointwise in mul.tags
+    assert torch.Tag.pointwise not in torch.ops.aten.sum.default.tags
+    assert torch.ops.aten.mul_.Tensor._schema.is_mutable
+    assert not mul._schema.is_mutable
+    assert view.is_view
+    assert not mul.is_view
+    assert torch.ops.aten._to_copy.default.overloadpacket.__name__ == "_to_copy"
 
 
 def test_private_compiler_is_there() -> None:

@@ -27,6 +27,7 @@ from tiers import built, row, sampled
 from torch import Tensor
 
 from optimi_func import compiled
+from optimi_func.execution import eager
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:eps=", "ignore:weight_decay=", "ignore:max_lr="
@@ -320,9 +321,7 @@ def test_foreach_in_slices_of_large_tensors(
     name: str, transposed: bool, monkeypatch
 ) -> None:
     """Also where a slice is cut out of a tensor in memory order."""
-    from optimi_func.execution import foreach
-
-    monkeypatch.setattr(foreach, "CHUNK", 1000)
+    monkeypatch.setattr(eager, "SLICED", 1000)
     order = "transposed" if transposed else "contiguous"
     large = (Layout((130, 70), order), order)
     odd = (Layout((130, 70), order), "strided")

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 import optimi_func
 from optimi_func import SGD, AdamW, compiled, prepare_for_gradient_release
 from optimi_func.core.storage import keeps_codes
-from optimi_func.execution import kernels, launches, trees
+from optimi_func.execution import eager, kernels, trees
 from optimi_func.rules import Optimizer
 from optimi_func.testing import check_rule
 
@@ -339,7 +339,8 @@ def test_slices_change_no_bit(name: str, storage: Any, monkeypatch: Any) -> None
     for dtype in dtypes:
         found: list[list[Tensor]] = []
         for least in (1, 1 << 60):
-            monkeypatch.setattr(launches, "SLICED", least)
+            monkeypatch.setattr(eager, "SLICED", least)
+            monkeypatch.setattr(eager, "SLICED_ANYHOW", least)
             found.append(stepped(CLASSES[name], dtype, storage))
         assert all(map(torch.equal, *found))
 

@@ -15,7 +15,6 @@ import optimi_func
 from optimi_func import Muon, compiled, muon_init, muon_step, population
 from optimi_func.core.leaf import leaf_step, rates, whole_means
 from optimi_func.core.math import moment
-from optimi_func.core.program import Room
 from optimi_func.core.rule import Direction, Leaf, Means, Rule, Scalar, Scalars, Whole
 from optimi_func.execution import wholes
 from optimi_func.execution.launches import run_launches
@@ -265,7 +264,7 @@ def test_three_passes_are_the_pipelines_step(executor: Any, comp: bool) -> None:
         columns = Columns(grads, own, there)
         slots = make_slots(names, rule, columns, own)
         with torch.no_grad():
-            inputs = Step(columns, packed, at, True, Room())
+            inputs = Step(columns, packed, at, True)
             launches, _ = Plan(rule, slots).launches(executor, inputs, lambda: None)
             run_launches(launches, inputs, False)
         for i, want in enumerate(wanted):

@@ -80,7 +80,7 @@ class Recipe:
     activations: int | None
     scratch: int
     phase: str
-    fits: bool
+    fits: bool = False
     estimated: tuple[str, ...] = ()
     optimizer: Factory = field(repr=False, kw_only=True)
     options: Mapping[str, object] = field(repr=False, kw_only=True)

@@ -91,7 +91,7 @@ from optimi_func.core.torch_private import (
 )
 from optimi_func.execution.counts import write_scalar
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.plans import ClassPlan
+from optimi_func.execution.plans import ClassPlan, Counting
 from optimi_func.execution.scalars import Packed, pack, scalars_after
 from optimi_func.execution.slots import Step
 from optimi_func.execution.sums import Part, Unit, join, write_running
@@ -971,19 +971,14 @@ class BaseOptimizer(Fields, Checkpoints):
             return lambda: None, True, [x for x in idle if x is not None]
         if _is_cuda(params[0]) and is_capturing(params[0].device):
             check_capture(group, params, self.state, self._factory_of(group)[1])
-        # A step that the device may skip is counted there.
-        capturable, flagged = group["capturable"], False
-        if microbatches is not None:
-            flags = [m.finite for m in microbatches]
-            capturable = capturable or any([flag is not None for flag in flags])
-            flagged = capturable and len(set(map(id, flags))) > 1
-        bound = self.bound_of(group, params, capturable)
+        counting = _counting(group["capturable"], microbatches)
+        bound = self.bound_of(group, params, counting.capturable)
         if group.get("differentiable"):
             check_modes(group)  # raises
         if not write:
             check_moves_state(bound.rule)
         ids = tuple(map(id, params))
-        key = *_asked(group), capturable, flagged, *ids
+        key = *_asked(group), *counting, *ids
         plan, tensors = self._plans.get(key), None
         if plan is not None and plan.rule is not bound.rule:
             plan = None
@@ -996,13 +991,13 @@ class BaseOptimizer(Fields, Checkpoints):
             if not all(map(has_memory, params)):
                 return self._by_leaf(work, write, count, made), False, []
             with uncollected(), kernel_context(params[0].device):
-                plan = self._plan(group, bound, capturable, flagged, params, made, plan)
+                plan = self._plan(group, bound, counting, params, made, plan)
                 tensors, plan.made = plan.made, []
                 self._keep(key, plan)
         if plan.viewed:
             grads = to_local(aligned(group, params, grads))
         packed, at, after = self._scalars(
-            work, bound, plan, tensors, capturable, write, made
+            work, bound, plan, tensors, counting.capturable, write, made
         )
         step = Step(plan.columns(tensors, grads), packed, at, write)
 
@@ -1046,25 +1041,24 @@ class BaseOptimizer(Fields, Checkpoints):
         self,
         group: Group,
         bound: FunctionalOptimizer,
-        capturable: bool,
-        flagged: bool,
+        counting: Counting,
         params: list[Tensor],
         made: dict[Tensor, Entry],
         old: ClassPlan | None,
     ) -> ClassPlan:
         """Return a plan, if possible of an old one. New entries are put in `made`."""
-        if old is not None and self.state and not (made or capturable):
+        if old is not None and self.state and not (made or counting.capturable):
             # Entries that differ from checked ones in addresses: only counts are checked.
             plan = old.moved(params, [self.state.get(p, {}) for p in params])
             if plan and plan.counts.valid:
                 return plan
-        how = bound.starting_rule, group_storage(group), capturable
+        how = bound.starting_rule, group_storage(group), counting.capturable
         named = [(path_of(group, p), p) for p in params]
         entries = [ensure_state(self.state, made, *pair, *how) for pair in named]
         if old is not None and (plan := old.moved(params, entries)) is not None:
             return plan
         holders = [self.holders_of(group, p, path) for path, p in named]
-        return ClassPlan(bound.rule, capturable, flagged, params, entries, holders)
+        return ClassPlan(bound.rule, counting, list(zip(params, entries, holders)))
 
     @torch.no_grad()
     def reset(
@@ -1390,6 +1384,15 @@ def finite_works(optimizer: Any, works: list[Work]) -> list[Work]:
     optimizer.skipped_steps.add_(~finite)
     flags = {g.device: WHOLE_BATCH._replace(finite=finite.to(g.device)) for g in grads}
     return [(*work[:3], [flags[g.device] for g in work[2]]) for work in works]
+
+
+def _counting(capturable: bool, microbatches: list[Microbatch] | None) -> Counting:
+    """Return where steps are counted: on the device if it may skip some."""
+    if microbatches is None:
+        return Counting(capturable, False)
+    flags = [m.finite for m in microbatches]
+    on_device = capturable or any([flag is not None for flag in flags])
+    return Counting(on_device, on_device and len(set(map(id, flags))) > 1)
 
 
 def _number(x: Tensor) -> Scalar:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import wraps
 from operator import attrgetter
+from traceback import walk_stack
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -198,6 +199,16 @@ def in_compiled_autograd() -> bool:
         compiled_autograd.compiled_autograd_enabled
         or compiled_autograd.in_compiled_autograd_region
     )
+
+
+def in_distributed_checkpoint() -> bool:
+    """Return True within a function of torch.distributed.checkpoint.
+
+    It asks a class for its state as any other code does.
+    """
+    frames = walk_stack(None)
+    names = [frame.f_globals.get("__name__", "") for frame, _ in frames]
+    return any([name.startswith("torch.distributed.checkpoint.") for name in names])
 
 
 def accumulate_hooks(p: Tensor) -> list[Callable[[Tensor], None]]:

@@ -145,9 +145,14 @@ def prepare_for_gradient_release(
     (True, tensor([[0.9000, 0.9000]]))
     """
     options = ReleaseOptions(
-        *(accumulation, accumulation_steps, buffer_dtype),
-        *(clip_param_norm, clip_value, clip_global_norm),
-        *(grad_norm, skip_nonfinite),
+        accumulation,
+        accumulation_steps,
+        buffer_dtype,
+        clip_param_norm,
+        clip_value,
+        clip_global_norm,
+        grad_norm,
+        skip_nonfinite,
     )
     check_module("prepare_for_gradient_release", model)
     check_flag("ignore_existing_hooks", ignore_existing_hooks)

@@ -2,7 +2,6 @@
 
 import inspect
 import threading
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -16,7 +15,7 @@ from optimi_func.core.leaf import init_leaf
 from optimi_func.core.pairs import as_real
 from optimi_func.core.rule import Rule, Storage
 from optimi_func.core.storage import group_storage, own_names
-from optimi_func.core.torch_private import unwrapped
+from optimi_func.core.torch_private import in_distributed_checkpoint, unwrapped
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import TreeState
 from optimi_func.state import convert
@@ -59,7 +58,9 @@ def _as_strings(optimizer: Any, packed: StateDict) -> None:
     Schedules are not saved, as torch's do not save their functions.
     torch.distributed.checkpoint cannot gather a dtype. weights_only=True refuses classes.
     """
-    shared = _in_files_of_torch()
+    # That alone is to see a {}: it writes none to files, but asks for a key for each
+    # option of a running optimizer.
+    shared = in_distributed_checkpoint()
     for mine, group in zip(optimizer.param_groups, packed["param_groups"]):
         for name, x in (optimizer.lead_of(mine) or {}).items():
             if isinstance(x, Tensor) and group.get(name) is x:
@@ -73,15 +74,6 @@ def _as_strings(optimizer: Any, packed: StateDict) -> None:
             left_out.add(name)
         if shared:
             group.update({name: {} for name in left_out})
-
-
-def _in_files_of_torch() -> bool:
-    """Return True within torch.distributed.checkpoint, which alone is to see a {}.
-
-    It writes no {} to files, but asks for a key for each option of a running optimizer.
-    """
-    names = [x.f_globals.get("__name__", "") for x, _ in traceback.walk_stack(None)]
-    return any(name.startswith("torch.distributed.checkpoint.") for name in names)
 
 
 def _add_torchs_options(optimizer: Any, group: Group) -> set[str]:

@@ -18,9 +18,9 @@ from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import LeafState, TreeState, running_tensors
 
 # Options about how the step runs. They are not loaded from a file.
-POLICY = (
-    *("storage", "kahan_sum", "state_dtype", "compile", "foreach", "triton"),
-    *("capturable", "gradient_release", "fused", "differentiable"),
+POLICY = tuple(
+    "storage kahan_sum state_dtype compile foreach triton capturable gradient_release "
+    "fused differentiable".split()
 )
 # torch's name of an option of Adam, NAdam and RAdam, and both names.
 DECAY = "decoupled_weight_decay"

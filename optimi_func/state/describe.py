@@ -13,10 +13,7 @@ from optimi_func.core.storage import entry_of, group_storage, names_in
 from optimi_func.state.convert import Entry, Group
 from optimi_func.state.stored import fresh_like
 
-_HEAD = (
-    *("group", "tensors", "elements", "parameters", "moments"),
-    *("in codes", "bytes", "each"),
-)
+_HEAD = tuple("group,tensors,elements,parameters,moments,in codes,bytes,each".split(","))
 
 
 def describe(

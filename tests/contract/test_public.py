@@ -381,6 +381,27 @@ def test_private_torch_is_there() -> None:
     assert targets[0].tolist() == [2, 2]
 
 
+def test_private_checkpoint_asks_a_class_for_its_state() -> None:
+    """What `in_distributed_checkpoint` looks for: a frame of these modules."""
+    from torch.distributed.checkpoint import state_dict
+
+    from optimi_func.core.torch_private import in_distributed_checkpoint
+
+    within: list[bool] = []
+
+    class Asked(torch.optim.SGD):
+        def state_dict(self) -> dict[str, object]:
+            within.append(in_distributed_checkpoint())
+            return super().state_dict()
+
+    model = torch.nn.Linear(1, 1)
+    optimizer = Asked(model.parameters(), lr=0.1)
+    state_dict.get_optimizer_state_dict(model, optimizer)
+    assert within and all(within)
+    optimizer.state_dict()
+    assert within[-1] is False
+
+
 def test_private_foreach_is_there() -> None:
     """Each operation on lists, with the operands that execution/foreach.py gives it."""
     from optimi_func.execution import foreach

@@ -19,9 +19,7 @@ from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
-from torch._functorch.pyfunctorch import (
-    retrieve_all_functorch_interpreters,
-)
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import Variable
 from torch.optim.optimizer import (
     Optimizer,

@@ -273,7 +273,6 @@ def _example(key: KernelKey, count: int, length: int) -> list[Tensor]:
 
 
 def _body(key: KernelKey, spec: pytree.TreeSpec) -> Kernel:
-    """Return the function to compile."""
     rule, inputs = key.rule, len(key.dtypes)
 
     def run(numbers: Tensor, *tensors: Tensor) -> None:

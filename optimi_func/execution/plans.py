@@ -55,10 +55,7 @@ class Plan:
         ] = {}
 
     def launches(
-        self,
-        executor: Executor,
-        step: Step,
-        check: Callable[[], None],
+        self, executor: Executor, step: Step, check: Callable[[], None]
     ) -> tuple[list[Launch], bool]:
         """Return the launches of a step, and True if all are `Launch.host`.
 
@@ -173,9 +170,7 @@ class ClassPlan(Plan):
         return tensors if self._all else [x for x in tensors if x is not None]
 
     def current(
-        self,
-        params: list[Tensor],
-        entries: list[Mapping[str, object] | None],
+        self, params: list[Tensor], entries: list[Mapping[str, object] | None]
     ) -> list[Any] | None:
         """Return the local tensors, or None if the plan is stale.
 

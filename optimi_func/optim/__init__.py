@@ -100,29 +100,12 @@ def _with_our_classes(module: ModuleType) -> ModuleType:
 
 
 if TYPE_CHECKING:
-    from torch.optim import ASGD as ASGD
-    from torch.optim import LBFGS as LBFGS
-    from torch.optim import SGD as SGD
-    from torch.optim import Adadelta as Adadelta
-    from torch.optim import Adafactor as Adafactor
-    from torch.optim import Adagrad as Adagrad
-    from torch.optim import Adam as Adam
-    from torch.optim import Adamax as Adamax
-    from torch.optim import AdamW as AdamW
-    from torch.optim import Muon as Muon
-    from torch.optim import NAdam as NAdam
-    from torch.optim import Optimizer as Optimizer
-    from torch.optim import RAdam as RAdam
-    from torch.optim import RMSprop as RMSprop
-    from torch.optim import Rprop as Rprop
-    from torch.optim import SparseAdam as SparseAdam
-    from torch.optim import lr_scheduler as lr_scheduler
-    from torch.optim import swa_utils as swa_utils
+    from torch.optim import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
 else:
     for _name in __all__:
         if hasattr(optimizers, _name):
             globals()[_name] = _with_torchs_names(_name)
-    optimizers.AdamW.register(AdamW)
+    optimizers.AdamW.register(globals()["AdamW"])
     # `from optimi_func.optim.lr_scheduler import StepLR` finds its module here.
     for _name in [x for x in sys.modules if x.startswith("torch.optim.")]:
         _module = _with_our_classes(sys.modules[_name])

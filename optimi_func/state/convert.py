@@ -393,10 +393,7 @@ def check_kind(options: Group, decay: str) -> None:
 
 
 def as_torchs(
-    name: str,
-    keywords: tuple[str, ...],
-    counterparts: Counterparts,
-    state_dict: StateDict,
+    name: str, keywords: tuple[str, ...], counterparts: Counterparts, state_dict: StateDict
 ) -> StateDict:
     """Convert our state dict for torch.optim's class of the same name, or raise."""
     cls = counterparts.in_torch

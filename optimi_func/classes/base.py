@@ -79,7 +79,7 @@ from optimi_func.core.torch_private import (
 )
 from optimi_func.execution.counts import write_scalar
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.plans import ClassPlan, Counting
+from optimi_func.execution.plans import ClassPlan
 from optimi_func.execution.scalars import Packed, pack, scalars_after
 from optimi_func.execution.slots import Step
 from optimi_func.execution.sums import Part, Unit, join, write_running
@@ -950,8 +950,8 @@ class BaseOptimizer(Fields, Checkpoints):
             return lambda: None, True, [x for x in idle if x is not None]
         if _is_cuda(params[0]) and is_capturing(params[0].device):
             check_capture(group, params, self.state, self._factory_of(group)[1])
-        counting = _counting(group["capturable"], microbatches)
-        bound = self.bound_of(group, params, counting.capturable)
+        counting = capturable, _ = _counting(group["capturable"], microbatches)
+        bound = self.bound_of(group, params, capturable)
         if group.get("differentiable"):
             check_modes(group)  # raises
         if not write:
@@ -976,7 +976,7 @@ class BaseOptimizer(Fields, Checkpoints):
         if plan.viewed:
             grads = to_local(aligned(group, params, grads))
         packed, at, after = self._scalars(
-            work, bound, plan, tensors, counting.capturable, write, made
+            work, bound, plan, tensors, capturable, write, made
         )
         step = Step(plan.columns(tensors, grads), packed, at, write)
 
@@ -1020,18 +1020,19 @@ class BaseOptimizer(Fields, Checkpoints):
         self,
         group: Group,
         bound: FunctionalOptimizer,
-        counting: Counting,
+        counting: tuple[bool, bool],
         params: list[Tensor],
         made: dict[Tensor, Entry],
         old: ClassPlan | None,
     ) -> ClassPlan:
         """Return a plan, if possible of an old one. New entries are put in `made`."""
-        if old is not None and self.state and not (made or counting.capturable):
+        capturable, _ = counting
+        if old is not None and self.state and not (made or capturable):
             # Entries that differ from checked ones in addresses: only counts are checked.
             plan = old.moved(params, [self.state.get(p, {}) for p in params])
             if plan and plan.counts.valid:
                 return plan
-        how = bound.starting_rule, group_storage(group), counting.capturable
+        how = bound.starting_rule, group_storage(group), capturable
         named = [(path_of(group, p), p) for p in params]
         entries = [ensure_state(self.state, made, *pair, *how) for pair in named]
         if old is not None and (plan := old.moved(params, entries)) is not None:
@@ -1365,13 +1366,13 @@ def finite_works(optimizer: Any, works: list[Work]) -> list[Work]:
     return [(*work[:3], [flags[g.device] for g in work[2]]) for work in works]
 
 
-def _counting(capturable: bool, microbatches: list[Microbatch] | None) -> Counting:
-    """Return where steps are counted: on the device if it may skip some."""
+def _counting(capturable: bool, microbatches: list[Microbatch] | None) -> tuple[bool, bool]:
+    """Return True if steps are counted on the device, and True if each by itself there."""
     if microbatches is None:
-        return Counting(capturable, False)
+        return capturable, False
     flags = [m.finite for m in microbatches]
     on_device = capturable or any([flag is not None for flag in flags])
-    return Counting(on_device, on_device and len(set(map(id, flags))) > 1)
+    return on_device, on_device and len(set(map(id, flags))) > 1
 
 
 def _number(x: Tensor) -> Scalar:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,28 +84,26 @@ class Plan:
         return result
 
 
-class Counting(NamedTuple):
-    """The way in which the steps of a plan's parameters are counted."""
-
-    capturable: bool  # on the device
-    flagged: bool  # each by itself, because a flag on the device may skip its step
-
-
 class ClassPlan(Plan):
     """The plan of a class's parameters, which stay where they are.
 
     Call `current` first: it returns the local tensors, or None if the plan is stale.
-    `columns` arranges them for launches, and `run` writes the step. `rows` are the
-    parameters with their entries, and the processes that divide their maps.
+    `columns` arranges them for launches, and `run` writes the step.
     """
 
     def __init__(
         self,
         rule: Rule,
-        counting: Counting,
+        counting: tuple[bool, bool],
         rows: list[tuple[Tensor, dict[str, object], Holders | None]],
     ) -> None:
+        """Plan for parameters with their entries, and the processes that divide their maps.
+
+        `counting` is True for step counts on the device, and True if each parameter has its
+        own, because a flag on the device may skip its step.
+        """
         params, entries, holders = map(list, zip(*rows))
+        capturable, flagged = counting
         fields = rule.state._fields
         field_names = [names_in(fields, entry) for entry in entries]
         self._all = all([present == field_names[0] for present in field_names])
@@ -124,7 +122,7 @@ class ClassPlan(Plan):
         tensors = self.made = to_local(full) if self.viewed else full
         self._guard = Guard(self._present(tensors), addresses=True)
         shape = len(params), len(self._names), self._counted
-        self._counting = *shape, not counting.capturable, counting.flagged
+        self._counting = *shape, not capturable, flagged
         self.counts = Counts(tensors, *self._counting)
         names = [name for name in every if name != "kahan_comp"]
         local, whole = (self.columns(x, [None] * len(params)) for x in (tensors, full))

@@ -950,7 +950,10 @@ class BaseOptimizer(Fields, Checkpoints):
             return lambda: None, True, [x for x in idle if x is not None]
         if _is_cuda(params[0]) and is_capturing(params[0].device):
             check_capture(group, params, self.state, self._factory_of(group)[1])
-        counting = capturable, _ = _counting(group["capturable"], microbatches)
+        counting = group["capturable"], False
+        if microbatches is not None:
+            counting = _counting(group["capturable"], microbatches)
+        capturable, _ = counting
         bound = self.bound_of(group, params, capturable)
         if group.get("differentiable"):
             check_modes(group)  # raises
@@ -1366,10 +1369,8 @@ def finite_works(optimizer: Any, works: list[Work]) -> list[Work]:
     return [(*work[:3], [flags[g.device] for g in work[2]]) for work in works]
 
 
-def _counting(capturable: bool, microbatches: list[Microbatch] | None) -> tuple[bool, bool]:
+def _counting(capturable: bool, microbatches: list[Microbatch]) -> tuple[bool, bool]:
     """Return True if steps are counted on the device, and True if each by itself there."""
-    if microbatches is None:
-        return capturable, False
     flags = [m.finite for m in microbatches]
     on_device = capturable or any([flag is not None for flag in flags])
     return on_device, on_device and len(set(map(id, flags))) > 1

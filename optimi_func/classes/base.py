@@ -24,7 +24,6 @@ from optimi_func.classes.fields import Closure, Fields, Float, Params
 from optimi_func.classes.groups import (
     EXECUTORS,
     TORCHS,
-    UNSCHEDULED,
     aligned,
     as_scalar,
     check_capture,
@@ -41,18 +40,7 @@ from optimi_func.classes.groups import (
     take_torchs_decay,
     warn_of_torchs_order,
 )
-from optimi_func.core.checks import (
-    bind_call,
-    check_accumulates,
-    check_grad,
-    check_moves_state,
-    check_no_module,
-    check_process_group,
-    check_taken,
-    shown,
-    warn,
-    warn_user,
-)
+from optimi_func.core import checks
 from optimi_func.core.distributed import (
     all_finite,
     any_distributed,
@@ -236,7 +224,7 @@ class BaseOptimizer(Fields, Checkpoints):
             kind = type(self)  # which may have fields besides
             take_torchs_decay(kwargs, kind.factory, kind.keywords)
             theirs = {name: kwargs.pop(name) for name in TORCHS if name in kwargs}
-            bound = bind_call(kind.__name__, kind._call, args, kwargs)
+            bound = checks.bind_call(kind.__name__, kind._call, args, kwargs)
             (_, params), *defaults = bound.items()
             BaseOptimizer.__init__(self, params, {**dict(defaults), **theirs})
             warn_of_torchs_order(kind._call.parameters, args)
@@ -250,7 +238,7 @@ class BaseOptimizer(Fields, Checkpoints):
 
     @between_graphs
     def __init__(self, params: Params, defaults: Group) -> None:
-        check_no_module(params)
+        checks.check_no_module(params)
         self._begin(defaults)
         self._constructed = False
         super().__init__(params, plain_numbers(defaults))
@@ -294,7 +282,7 @@ class BaseOptimizer(Fields, Checkpoints):
                 raise TypeError("transforms of a param group: they are the optimizer's")
             self.extras = {} if rule.extras else self.extras
             for p in group["params"] if rule.refuses or rule.whole else ():
-                check_taken(rule, path_of(group, p), p)
+                checks.check_taken(rule, path_of(group, p), p)
             check_modes(group)
             if rule.join is not None and (name := rule.running._fields[0]) in group:
                 raise ValueError(
@@ -319,12 +307,12 @@ class BaseOptimizer(Fields, Checkpoints):
         """Warn once of options in `param_groups[first:]` that are probably a mistake."""
         self._check_group()
         bounds = list(map(self.bound_of, self.param_groups))
-        warn(likely_mistakes(self.param_groups, bounds, first))
+        checks.warn(likely_mistakes(self.param_groups, bounds, first))
         for group in self.param_groups[first:]:
             options = {*self.defaults, *self._factory_of(group)[1]}
             for key in group.keys() - {*options, "params", "param_names"}:
                 for name in get_close_matches(key, options, 1, 0.85):
-                    warn_user(f"a group has {key!r}, unused: did you mean {name!r}?")
+                    checks.warn_user(f"a group has {key!r}, unused: did you mean {name!r}?")
 
     @watched_if_needed
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -473,7 +461,7 @@ class BaseOptimizer(Fields, Checkpoints):
         """Raise if the state of a group cannot accumulate a step's gradient in parts."""
         self._check_whole(False)
         for group in self.param_groups:
-            check_accumulates(self.rule_of(group), group["cautious"])
+            checks.check_accumulates(self.rule_of(group), group["cautious"])
 
     def group_of(self, param: Tensor) -> Group:
         """Return the group that holds a parameter; raise if none does."""
@@ -593,7 +581,7 @@ class BaseOptimizer(Fields, Checkpoints):
         elif trained:
             self._idle += 1
         if self._idle == 2:
-            warn_user(
+            checks.warn_user(
                 f"{type(self).__name__} has taken two steps, and none of its "
                 f"{len(trained)} trainable parameters "
                 f"({path_of(self.group_of(trained[0]), trained[0])}, ...) has had a "
@@ -640,7 +628,7 @@ class BaseOptimizer(Fields, Checkpoints):
 
     def _take_options(self, options: Group) -> None:
         """Take process_group and transforms out of the options, and check them."""
-        self.process_group = check_process_group(options.pop("process_group", None))
+        self.process_group = checks.check_process_group(options.pop("process_group", None))
         given, self._told = options.pop(KEY, ()), {}
         items = [*given] if isinstance(given, Iterable) else [given]
         for x in items:
@@ -748,7 +736,7 @@ class BaseOptimizer(Fields, Checkpoints):
         for group, params, grads, batches in works:
             for p, g, m in zip(params, grads, batches or [WHOLE_BATCH] * len(params)):
                 self._check_whole(write and not m.accumulate)
-                check_grad(path_of(group, p), p, g)
+                checks.check_grad(path_of(group, p), p, g)
                 g = g if m.grad_scale is _WHOLE else g * m.grad_scale
                 rows[p] = _Row(g.to(held_dtype(p.dtype, g.dtype)).resolve_conj(), m.finite)
                 self._ensure(group, p, made)
@@ -816,7 +804,7 @@ class BaseOptimizer(Fields, Checkpoints):
         batches = batches or [WHOLE_BATCH] * len(params)
         paths = [path_of(group, p) for p in params]
         for path, p, g in zip(paths, params, grads):
-            check_grad(path, p, g)
+            checks.check_grad(path, p, g)
         entries = [
             ensure_state(self.state, made, path, p, *how) for path, p in zip(paths, params)
         ]
@@ -855,7 +843,7 @@ class BaseOptimizer(Fields, Checkpoints):
             if state or self.rewriters:
                 where = f"state{path_of(self.group_of(p), p)}"
                 texts += _unlike(self._fresh(p), state, where)
-        warn_user(texts[0]) if texts else None
+        checks.warn_user(texts[0]) if texts else None
         return groups, entries
 
     def _clear_caches(self) -> None:
@@ -896,17 +884,8 @@ class BaseOptimizer(Fields, Checkpoints):
         flat = [y for x in inputs[:-1] for y in (x if isinstance(x, tuple) else (x,))]
         plain, numbers = PLAIN.issuperset(map(type, flat)), inputs[:-1]
         if not plain:
-            try:
-                numbers = [as_scalar(x, params, capturable) for x in numbers]
-            except RuntimeError:
-                self._check_numbers(group)
-                raise
-        for name, x in () if plain else zip(keywords, numbers):
-            if name in UNSCHEDULED and (callable(x) or isinstance(x, dict | tuple)):
-                raise TypeError(
-                    f"a group has {name}={x!r}: allowed are numbers and tensors of one "
-                    "element; for a schedule use torch.optim.lr_scheduler"
-                )
+            self._check_numbers(group)
+            numbers = [as_scalar(x, params, capturable) for x in numbers]
         make = getattr(factory, "kept", factory)
         bound = make(**renamed(dict(zip(keywords, numbers)), self._our_names))
         # Tensors and numpy's arrays have this.
@@ -972,19 +951,17 @@ class BaseOptimizer(Fields, Checkpoints):
             return lambda: None, True, [x for x in idle if x is not None]
         if _is_cuda(params[0]) and is_capturing(params[0].device):
             check_capture(group, params, self.state, self._factory_of(group)[1])
-        # A step that the device may skip is counted there.
-        capturable, flagged = group["capturable"], False
+        counting = group["capturable"], False
         if microbatches is not None:
-            flags = [m.finite for m in microbatches]
-            capturable = capturable or any([flag is not None for flag in flags])
-            flagged = capturable and len(set(map(id, flags))) > 1
+            counting = _counting(group["capturable"], microbatches)
+        capturable, _ = counting
         bound = self.bound_of(group, params, capturable)
         if group.get("differentiable"):
             check_modes(group)  # raises
         if not write:
-            check_moves_state(bound.rule)
+            checks.check_moves_state(bound.rule)
         ids = tuple(map(id, params))
-        key = *_asked(group), capturable, flagged, *ids
+        key = *_asked(group), *counting, *ids
         plan, tensors = self._plans.get(key), None
         if plan is not None and plan.rule is not bound.rule:
             plan = None
@@ -997,7 +974,7 @@ class BaseOptimizer(Fields, Checkpoints):
             if not all(map(has_memory, params)):
                 return self._by_leaf(work, write, count, made), False, []
             with uncollected(), kernel_context(params[0].device):
-                plan = self._plan(group, bound, capturable, flagged, params, made, plan)
+                plan = self._plan(group, bound, counting, params, made, plan)
                 tensors, plan.made = plan.made, []
                 self._keep(key, plan)
         if plan.viewed:
@@ -1011,7 +988,7 @@ class BaseOptimizer(Fields, Checkpoints):
             if any_distributed(grads):
                 aligned(group, params, grads)  # raises, because their parameters are none
             for p, part, g in zip(params, step.columns.own[0], grads):
-                check_grad(path_of(group, p), part, g)
+                checks.check_grad(path_of(group, p), part, g)
 
         launches, host = plan.launches(executor_of(group), step, check)
         host = host and plan.counts.native is not None and all(map(_on_host, packed))
@@ -1047,13 +1024,13 @@ class BaseOptimizer(Fields, Checkpoints):
         self,
         group: Group,
         bound: FunctionalOptimizer,
-        capturable: bool,
-        flagged: bool,
+        counting: tuple[bool, bool],
         params: list[Tensor],
         made: dict[Tensor, Entry],
         old: ClassPlan | None,
     ) -> ClassPlan:
         """Return a plan, if possible of an old one. New entries are put in `made`."""
+        capturable, _ = counting
         if old is not None and self.state and not (made or capturable):
             # Entries that differ from checked ones in addresses: only counts are checked.
             plan = old.moved(params, [self.state.get(p, {}) for p in params])
@@ -1065,7 +1042,7 @@ class BaseOptimizer(Fields, Checkpoints):
         if old is not None and (plan := old.moved(params, entries)) is not None:
             return plan
         holders = [self.holders_of(group, p, path) for path, p in named]
-        return ClassPlan(bound.rule, capturable, flagged, params, entries, holders)
+        return ClassPlan(bound.rule, counting, list(zip(params, entries, holders)))
 
     @torch.no_grad()
     def reset(
@@ -1286,8 +1263,8 @@ def found_extras(
             rows = dict(zip(params, x))
         if not isinstance(rows, Mapping):
             raise TypeError(
-                f"{name}={shown(x)}: allowed are a 0-d tensor for all, a dict by parameter "
-                f"or by name, and a list of {len(params)}, one for each parameter"
+                f"{name}={checks.shown(x)}: allowed are a 0-d tensor for all, a dict by "
+                f"parameter or by name, and a list of {len(params)}, one for each parameter"
             )
         extras[name] = {}
         for group in [g for g, rule in zip(groups, rules) if name in rule.extras]:
@@ -1306,8 +1283,8 @@ def _checked(name: str, path: object, p: Tensor, x: object) -> Tensor:
         and (x.dim() == 0 or same_placements(p, x))
     ):
         raise ValueError(
-            f"{name} of {path}, which takes a gradient, is {shown(x)}: allowed are tensors "
-            f"of the shape {tuple(p.shape)}, with its placements, and 0-d ones"
+            f"{name} of {path}, which takes a gradient, is {checks.shown(x)}: allowed are "
+            f"tensors of the shape {tuple(p.shape)}, with its placements, and 0-d ones"
         )
     # A number in float32 would not widen by what is multiplied with it.
     wide = torch.promote_types(x.dtype, compute_dtype(p.dtype))
@@ -1393,6 +1370,13 @@ def finite_works(optimizer: Any, works: list[Work]) -> list[Work]:
     return [(*work[:3], [flags[g.device] for g in work[2]]) for work in works]
 
 
+def _counting(capturable: bool, microbatches: list[Microbatch]) -> tuple[bool, bool]:
+    """Return True if steps are counted on the device, and True if each by itself there."""
+    flags = [m.finite for m in microbatches]
+    on_device = capturable or any([flag is not None for flag in flags])
+    return on_device, on_device and len(set(map(id, flags))) > 1
+
+
 def _number(x: Tensor) -> Scalar:
     # A count without memory is taken for 0.
     return x if x.is_cuda else x.item() if has_memory(x) else 0.0
@@ -1437,7 +1421,7 @@ def with_options(function: Callable[P, T]) -> Callable[P, T]:
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if kwargs.keys() - signature.parameters.keys():
-            bind_call(name, signature, args, kwargs)  # raises
+            checks.bind_call(name, signature, args, kwargs)  # raises
         return run(*args, **{**defaults, **kwargs})
 
     call.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]

@@ -14,12 +14,7 @@ from optimi_func.classes.base import BaseOptimizer
 from optimi_func.classes.groups import Group, path_of
 from optimi_func.core.checks import warn_user
 from optimi_func.core.codes import to
-from optimi_func.core.distributed import (
-    from_local,
-    is_distributed,
-    leaf_to_local,
-    to_local,
-)
+from optimi_func.core.distributed import from_local, is_distributed, leaf_to_local, to_local
 from optimi_func.core.leaf import leaf_eval_point
 from optimi_func.core.pairs import as_complex
 from optimi_func.core.rule import Leaf

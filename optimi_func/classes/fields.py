@@ -161,23 +161,28 @@ class Floats(Field[Got, Given]):
             raise ValueError(
                 f"Invalid {self.name}: {self.name}={x!r}: allowed are {count} numbers"
             )
-        for y in x:
-            checks.check_number(self.name, self.name, y, **(self._bounds if bound else ANY))
+        for i, y in enumerate(x):
+            self.check_item(i, y, bound)
+
+    def check_item(self, i: int, x: object, bound: bool) -> None:
+        """Raise for the i-th number if it is none or, if `bound`, out of range."""
+        del i
+        checks.check_number(self.name, self.name, x, **(self._bounds if bound else ANY))
 
 
 class Betas(Floats[tuple[Scalar, Scalar], tuple[Number, Number]]):
     """Two numbers in [0, 1): how much of a moment a step keeps."""
 
-    def check(self, x: object, bound: bool = True) -> None:
-        """Raise unless each is in [0, 1)."""
+    def check_item(self, i: int, x: object, bound: bool) -> None:
+        """Raise unless the i-th is in [0, 1)."""
         del bound
-        checks.check_betas(x, len(self.default))
+        checks.check_number(f"beta{i + 1} parameter", f"betas[{i}]", x, below=1.0)
 
 
 class ThreeBetas(Floats[tuple[Scalar, Scalar, Scalar], tuple[Number, Number, Number]]):
     """Three numbers in [0, 1)."""
 
-    check = Betas.check
+    check_item = Betas.check_item
 
 
 @dataclass_transform()

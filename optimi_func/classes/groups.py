@@ -143,9 +143,10 @@ def check_numbers(group: Group, defaults: Mapping[str, object]) -> None:
         many = any([n.numel() != 1 or n.layout != torch.strided for n in tensors])
         if many or not fit or (name == "lr" and isinstance(x, bool)):
             what = f"Tensor {name} must be 1-element" if many else f"Invalid {name}"
-            raise (ValueError if many else TypeError)(
-                f"{what}: {name}={x!r}: allowed are numbers and tensors of one element"
-            )
+            text = f"{what}: {name}={x!r}: allowed are numbers and tensors of one element"
+            if callable(x):
+                text += ". For a schedule use torch.optim.lr_scheduler"
+            raise (ValueError if many else TypeError)(text)
 
 
 def check_modes(group: Group) -> None:

@@ -160,7 +160,6 @@ class _Settings(NamedTuple):
 
 
 def _check(settings: _Settings) -> None:
-    """Raise if a setting is not supported."""
     model, loss_fn, accumulate, clip, donate = settings
     if isinstance(getattr(model, "_orig_mod", None), torch.nn.Module):
         raise TypeError(

@@ -223,7 +223,7 @@ class StepGraph:
 
         def body(inputs: Inputs, sums: list[Tensor] | None) -> Outcome:
             confirm()
-            params, buffers, state, opaque_true, batch = inputs
+            params, buffers, _, opaque_true, batch = inputs
 
             def compute(moving: list[Tensor]) -> tuple[Tensor, object]:
                 full, all_buffers = list(params), list(buffers)
@@ -251,22 +251,28 @@ class StepGraph:
                 grads = sums
             if not last:
                 return Outcome(loss, aux, None)
-            grad_scale, norm = self._grad_scale(grads)
-            if self.update is None:
-                _update(dict(zip(used_params, grads)), params, grad_scale, loss)
-            else:
-                if grad_scale is not None:
-                    grads = [g * grad_scale for g in grads]
-                grad_of = dict(zip(used_params, grads))
-                full = [grad_of.get(i) for i in range(len(params))]
-                new = self.update(params, full, state)
-                # All are read before one is written: a new state may be an old parameter.
-                copies = [_chosen(x, opaque_true) for x in [*new[0], *new[1]]]
-                for old, x in zip([*params, *state], copies):
-                    old.copy_(x)
-            return Outcome(loss, aux, norm)
+            places = dict(zip(used_params, grads))
+            return Outcome(loss, aux, self._move(inputs, places, loss, opaque_true))
 
         return body
+
+    def _move(
+        self, inputs: Inputs, grads: dict[int, Tensor], loss: Tensor, opaque_true: Tensor
+    ) -> Tensor | None:
+        """Update the parameters that have gradients, and return the norm of these."""
+        params, state = inputs.params, inputs.state
+        grad_scale, norm = self._grad_scale(list(grads.values()))
+        if self.update is None:
+            _update(grads, params, grad_scale, loss)
+            return norm
+        if grad_scale is not None:
+            grads = {i: g * grad_scale for i, g in grads.items()}
+        new = self.update(params, [grads.get(i) for i in range(len(params))], state)
+        # All are read before one is written: a new state may be an old parameter.
+        copies = [_chosen(x, opaque_true) for x in [*new[0], *new[1]]]
+        for old, x in zip([*params, *state], copies):
+            old.copy_(x)
+        return norm
 
     def _grad_scale(self, grads: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
         """Return the factor on gradients or their sums, and the norm of their mean."""

@@ -60,13 +60,6 @@ def bind_call(
         near = get_close_matches(key, takes, 1)
         meant = f": did you mean {near[0]!r}?" if near else f": allowed are {[*takes]}"
         raise TypeError(f"{name} has no argument {key!r}{instead_of(key, name) or meant}")
-    first = next(iter(takes.values()))
-    named = {first.name: args[0], **kwargs} if args else kwargs
-    keyword = args and first.kind is first.KEYWORD_ONLY
-    if not keyword and len(args) + len(kwargs) == len(named):  # in less time than `bind`
-        values = {k: named[k] if k in named else x.default for k, x in takes.items()}
-        if all([x is not inspect.Parameter.empty for x in values.values()]):
-            return values
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -193,15 +186,6 @@ def value_of(x: Tensor) -> float | None:
         return None
     traced = transform_level() > 0 or level_of(x) != -1 or dispatch_modes() > 0
     return None if traced or not is_plain(x) else float(x.item())
-
-
-def check_betas(betas: object, count: int) -> None:
-    """Raise if betas are not `count` numbers, each in [0, 1)."""
-    if not isinstance(betas, tuple | list) or len(betas) != count:
-        check_no_tree("betas", betas)
-        raise ValueError(f"Invalid betas: betas={betas!r}: allowed are {count} numbers")
-    for i, beta in enumerate(betas):
-        check_number(f"beta{i + 1} parameter", f"betas[{i}]", beta, below=1.0)
 
 
 def check_no_tree(name: str, value: object) -> None:

@@ -190,7 +190,6 @@ def _scale_dims(p: Tensor) -> int:
 
 
 def _scales(p: Tensor) -> Tensor:
-    """Return scales of 0 for p's groups."""
     *front, last = p.shape
     if p.dim() == 1:
         return zeros_divided_like(p, [-(-last // GROUP)])

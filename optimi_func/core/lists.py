@@ -1,6 +1,6 @@
-"""Parts of lists: items of one kind, and runs of items of a size."""
+"""Parts of lists: items of one kind, runs of items of a size, and columns of a table."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 K = TypeVar("K")
@@ -26,3 +26,14 @@ def chunks(items: list[T], size: int, numel: Callable[[T], int]) -> Iterator[lis
         chunk.append(item)
         total += numel(item)
     yield chunk
+
+
+def table(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> str:
+    """Return rows of cells as lines; the columns in `left` are flush left."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines: list[str] = []
+    for row in rows:
+        cells = enumerate(zip(row, widths))
+        padded = [x.ljust(n) if i in left else x.rjust(n) for i, (x, n) in cells]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import wraps
 from operator import attrgetter
+from traceback import walk_stack
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -18,9 +19,7 @@ from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
-from torch._functorch.pyfunctorch import (
-    retrieve_all_functorch_interpreters,
-)
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import Variable
 from torch.optim.optimizer import (
     Optimizer,
@@ -198,6 +197,16 @@ def in_compiled_autograd() -> bool:
         compiled_autograd.compiled_autograd_enabled
         or compiled_autograd.in_compiled_autograd_region
     )
+
+
+def in_distributed_checkpoint() -> bool:
+    """Return True within a function of torch.distributed.checkpoint.
+
+    It asks a class for its state as any other code does.
+    """
+    frames = walk_stack(None)
+    names = [frame.f_globals.get("__name__", "") for frame, _ in frames]
+    return any([name.startswith("torch.distributed.checkpoint.") for name in names])
 
 
 def accumulate_hooks(p: Tensor) -> list[Callable[[Tensor], None]]:

@@ -34,7 +34,7 @@ from optimi_func.core.rule import Rule, Scalars
 from optimi_func.core.storage import flat_leaf, leaf_of
 from optimi_func.core.torch_private import has_stance, is_switched_off
 from optimi_func.execution import store
-from optimi_func.execution.cpp import native
+from optimi_func.execution.cpp import MOST, native
 from optimi_func.execution.inductor import (
     Kernel,
     compile_flat,
@@ -150,9 +150,14 @@ def forget() -> dict[str, Kernel]:
 _COMPILERS = r"(torch|torchgen|functorch|triton|sympy|mpmath|networkx|optimi_func)(\.|$)"
 
 
-def _threads(device: torch.device) -> int:
-    alone = device.type == "cpu" and not has_list_kernels(device)
-    return torch.get_num_threads() if alone else 0
+def _is_large(key: KernelKey) -> bool:
+    """Return True if the code may have more arguments than a list kernel takes."""
+    return 2 * len(key.dtypes) + 2 >= MOST  # each read and written, scalars, the length
+
+
+def _threads(key: KernelKey) -> int:
+    listed = has_list_kernels(key.device) and not _is_large(key)
+    return torch.get_num_threads() if key.device.type == "cpu" and not listed else 0
 
 
 def kernel(key: KernelKey, scalars: Scalars) -> Kernel:
@@ -167,7 +172,7 @@ def kernel(key: KernelKey, scalars: Scalars) -> Kernel:
             "leave it for the step, or pass compile=False"
         )
     # Rules of one digest compute the same.
-    place = key._replace(rule=key.digest or key.rule), _threads(key.device)
+    place = key._replace(rule=key.digest or key.rule), _threads(key)
     if (entry := _kernels.get(place)) is None:
         if is_capturing(key.device):
             raise CaptureError(
@@ -240,7 +245,7 @@ def _compile_now(
             raise SwitchedOffError
         if key.shape and (compiled is None or not _agrees(compiled, key, run, 0)):
             return run  # which is no kernel
-        if compiled is None:
+        if compiled is None and not _is_large(key):
             _without_lists.add(key.device.type)
     if compiled is None:
         function = with_own_code_object(noticed, key.name)
@@ -270,7 +275,6 @@ def _example(key: KernelKey, count: int, length: int) -> list[Tensor]:
 
 
 def _body(key: KernelKey, spec: pytree.TreeSpec) -> Kernel:
-    """Return the function to compile."""
     rule, inputs = key.rule, len(key.dtypes)
 
     def run(numbers: Tensor, *tensors: Tensor) -> None:

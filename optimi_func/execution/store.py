@@ -34,17 +34,15 @@ PATIENCE = 2.0  # seconds of waiting for a compiler without a word
 LOOKS, PAUSE = 6000, 0.05  # at another's lock, and the seconds between two
 OLD = 3600.0  # seconds after which a file that is no entry is a dead process's
 # Variables that Inductor reads at its import, and those that are read later.
-_READ_ONCE = (
-    *("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TORCH_INDUCTOR_", "AOT", "CXX"),
+_READ_ONCE = tuple(
+    "TORCHINDUCTOR_ TORCHDYNAMO_ TORCH_COMPILE TORCH_INDUCTOR_ AOT CXX".split()
 )
-_READ = (
-    *("ATEN_", "CPATH", "CPLUS_INCLUDE_PATH", "COMPILER_PATH", "GCC_", "LIBRARY_PATH"),
-    *("OMP_PREFIX", "CONDA_PREFIX", "NIX_CFLAGS", "NIX_LDFLAGS"),
+_READ = tuple(
+    "ATEN_ CPATH CPLUS_INCLUDE_PATH COMPILER_PATH GCC_ LIBRARY_PATH OMP_PREFIX "
+    "CONDA_PREFIX NIX_CFLAGS NIX_LDFLAGS".split()
 )
 # Lines of /proc/cpuinfo that tell what -march=native chooses.
-_PROCESSOR = (
-    *("vendor_id", "cpu family", "model", "flags", "Features", "CPU ", "isa", "cpu\t"),
-)
+_PROCESSOR = tuple("vendor_id,cpu family,model,flags,Features,CPU ,isa,cpu\t".split(","))
 
 _log = logging.getLogger("optimi_func")
 _said: set[str] = set()
@@ -166,7 +164,9 @@ def _is_own(path: Path, about: os.stat_result) -> bool:
         _log.warning(
             "%s is not used, so that steps are compiled in each process: it belongs to "
             "user %d with mode %o. It has to be yours, and writable for you alone",
-            *(path, about.st_uid, mode),
+            path,
+            about.st_uid,
+            mode,
         )
     return own
 

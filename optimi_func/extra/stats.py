@@ -201,7 +201,6 @@ class Stats:
         return {**values, "skipped": skipped / max(updates + skipped, 1.0)}
 
     def _keys(self, by: str | Sequence[str]) -> dict[Tensor, str]:
-        """Return the key of each parameter."""
         patterns = [] if isinstance(by, str) else list(by)
         if isinstance(by, str) and by not in ("group", "parameter"):
             raise ValueError(f"by={by!r}: allowed are 'group', 'parameter' and patterns")

@@ -202,7 +202,6 @@ class Lookahead(Wrapper):
         return rules
 
     def _rest(self, p: Tensor) -> Tensor | None:
-        """Return a parameter's compensation, or None."""
         return self.state.get(p, {}).get("kahan_comp")
 
     @torch.no_grad()

@@ -13,14 +13,13 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from optimi_func.classes.base import BaseOptimizer
-from optimi_func.core.checks import (
-    check_flag,
-    check_module,
-    missing,
-    tell_removed,
+from optimi_func.core.checks import check_flag, check_module, missing, tell_removed
+from optimi_func.gradient_release.handle import (
+    GradientRelease,
+    has_foreign_hooks,
+    releases_of,
+    releases_on,
 )
-from optimi_func.gradient_release import attached
-from optimi_func.gradient_release.handle import GradientRelease
 from optimi_func.gradient_release.options import AccumulationMode, ReleaseOptions
 from optimi_func.gradient_release.replicas import ReplicaRunner, Replicas
 from optimi_func.gradient_release.runner import NO_DDP, Runner
@@ -145,9 +144,14 @@ def prepare_for_gradient_release(
     (True, tensor([[0.9000, 0.9000]]))
     """
     options = ReleaseOptions(
-        *(accumulation, accumulation_steps, buffer_dtype),
-        *(clip_param_norm, clip_value, clip_global_norm),
-        *(grad_norm, skip_nonfinite),
+        accumulation,
+        accumulation_steps,
+        buffer_dtype,
+        clip_param_norm,
+        clip_value,
+        clip_global_norm,
+        grad_norm,
+        skip_nonfinite,
     )
     check_module("prepare_for_gradient_release", model)
     check_flag("ignore_existing_hooks", ignore_existing_hooks)
@@ -168,8 +172,8 @@ def prepare_for_gradient_release(
     elif how_replicas != (25, None, True):
         names = "bucket_cap_mb, reduce_dtype, broadcast_buffers"
         raise ValueError(f"{names} = {how_replicas}: they need process_group")
-    hooked = [p for p in params.values() if attached.has_foreign_hooks(p)]
-    releases = attached.releases_on(params.values())
+    hooked = [p for p in params.values() if has_foreign_hooks(p)]
+    releases = releases_on(params.values())
     if releases:
         names = " and ".join(type(handle.optimizer).__name__ for handle in releases)
         raise ValueError(
@@ -215,5 +219,5 @@ def remove_gradient_release(model: nn.Module) -> None:
 
     This includes hooks that it added through another module with the same parameters.
     """
-    for handle in attached.releases_of(model):
+    for handle in releases_of(model):
         handle.remove()

@@ -1,4 +1,4 @@
-"""The state of a backward and of an accumulation cycle, and small gradients that wait.
+"""The state of a backward and of an accumulation cycle, small gradients that wait, norms.
 
 Hooks run on the CUDA streams of autograd's nodes, the end of a backward on the caller's.
 The allocator reuses a tensor's memory once the host has dropped it, for work on the stream
@@ -6,18 +6,26 @@ that the tensor was made on, so it has to be told if another stream uses the ten
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from optimi_func.core.codes import is_dense
-from optimi_func.core.distributed import is_distributed, to_local
+from optimi_func.core.distributed import (
+    ShardSpec,
+    all_reduce_all,
+    all_reduce_sum,
+    is_distributed,
+    shards_of,
+    to_local,
+)
+from optimi_func.core.lists import grouped
+from optimi_func.core.math import total_norm
 from optimi_func.core.rule import WHOLE_BATCH, Scalar
-from optimi_func.core.torch_private import is_plain
+from optimi_func.core.torch_private import is_plain, norms_of
 from optimi_func.execution.sums import Part
 from optimi_func.execution.tensors import current_stream
-from optimi_func.gradient_release.norms import Norm, as_scalar
 
 # Small gradients wait up to this many bytes, or the end of backward, for each other.
 PENDING_BYTES = 1 << 20
@@ -33,6 +41,65 @@ def aligned(size: int) -> int:
 def staging_size(size: int, needed: int, least: int) -> int:
     """Return the size of the staging memory, grown if it has less than `needed` bytes."""
     return size if needed <= size else max(least, 2 * size, needed)
+
+
+class Norm(NamedTuple):
+    """The norm of a tensor's local shard."""
+
+    value: Tensor  # 0-d, of at least float32
+    shard: ShardSpec | None  # the processes that hold the other shards
+
+
+def local_norms(tensors: list[Tensor]) -> list[Norm]:
+    """Return the norms of the local shards."""
+    return list(map(Norm, norms_of(to_local(tensors)), map(shards_of, tensors)))
+
+
+def whole_norms(norms: list[Norm]) -> list[Norm]:
+    """Combine the norms of local shards into those of whole tensors by one all-reduce."""
+    if all(norm.shard is None for norm in norms):
+        return norms
+    squares = [norm.value.double().square() for norm in norms]
+    sums = all_reduce_sum(squares, [norm.shard for norm in norms])
+    return [
+        norm if norm.shard is None else Norm(total.sqrt().to(norm.value.dtype), None)
+        for norm, total in zip(norms, sums)
+    ]
+
+
+def global_norm(norms: list[Norm]) -> Tensor:
+    """Return the norm of all tensors together, by one number per mesh and process."""
+    parts = grouped(norms, lambda norm: norm.shard and norm.shard.group)
+    local = [norm.value for norm in parts.pop(None, [])]
+    sums = [Norm(total_norm([n.value for n in x]), x[0].shard) for x in parts.values()]
+    return total_norm([*local, *(norm.value for norm in whole_norms(sums))])
+
+
+def as_scalar(x: Tensor, p: Tensor, on_host: bool) -> Scalar:
+    """Convert x to a Python number, or move it to p's device if reading it would wait."""
+    return x.item() if on_host else x.to(p.device)
+
+
+def are_finite(grads: list[Tensor], norms: list[Norm], hosts: list[bool]) -> list[Tensor]:
+    """Return a 0-d bool for each gradient, True if all its shards are finite.
+
+    hosts[i] is True if norms[i] may be read without waiting for a device.
+    """
+    flags = list(map(is_finite, to_local(grads), norms, hosts))
+    return all_reduce_all(flags, grads)
+
+
+def is_finite(g: Tensor, norm: Norm, host: bool) -> Tensor:
+    """Return a 0-d bool, True if a local shard is finite."""
+    if host:
+        # The norm of large finite elements can overflow, so an infinite one proves nothing.
+        finite = norm.value.isfinite()
+        return finite if finite else g.isfinite().all()
+    if g.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=g.device)
+    # g.isfinite() would allocate a tensor of g's shape.
+    low, high = g.aminmax()
+    return low.isfinite() & high.isfinite()
 
 
 class Accumulation:

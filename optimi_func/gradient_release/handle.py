@@ -1,10 +1,11 @@
-"""The handle of a gradient release."""
+"""The handle of a gradient release, and the handles that models and parameters have."""
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
-from weakref import ref
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +13,39 @@ from torch.optim.optimizer import StateDict
 from torch.utils.hooks import RemovableHandle
 
 from optimi_func.classes.base import BaseOptimizer
+from optimi_func.core import torch_private
 from optimi_func.core.checks import tell_removed, warn_user
-from optimi_func.core.distributed import distribute_like
-from optimi_func.gradient_release.attached import Attached, by_hook, by_model
-from optimi_func.gradient_release.backward import PAUSE, WRAPPERS, Accumulation, SinceStep
+from optimi_func.core.distributed import any_distributed, distribute_like
+from optimi_func.gradient_release.backward import (
+    PAUSE,
+    WRAPPERS,
+    Accumulation,
+    Norm,
+    SinceStep,
+)
 from optimi_func.gradient_release.options import AccumulationMode, ReleaseOptions
 from optimi_func.gradient_release.runner import Runner
 from optimi_func.gradient_release.tree import TreeOptimizer
-from optimi_func.gradient_release.two_pass import NO_REENTRANCE, measure
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import TreeState
+
+NO_REENTRANCE = (
+    "reentrant checkpointing hides where a backward ends, which accumulation_steps, "
+    "clip_global_norm and grad_norm must know: use "
+    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+)
+
+
+class Attached(NamedTuple):
+    """The release that a hook belongs to, and the way to remove the hook without it."""
+
+    release: "ref[GradientRelease]"
+    removers: list[RemovableHandle]
+
+
+# Weak dictionaries instead of attributes, which copies of a model would share.
+by_model: "WeakKeyDictionary[nn.Module, list[GradientRelease]]" = WeakKeyDictionary()
+by_hook: "WeakKeyDictionary[Callable[..., object], Attached]" = WeakKeyDictionary()
 
 
 class GradientRelease:
@@ -408,10 +432,7 @@ class GradientRelease:
 
     @tell_removed
     def backward(
-        self,
-        loss_fn: Callable[[], Tensor],
-        *,
-        clip_global_norm: float | None = None,
+        self, loss_fn: Callable[[], Tensor], *, clip_global_norm: float | None = None
     ) -> Tensor:
         """Compute the loss and run its backward, which updates the parameters.
 
@@ -475,3 +496,110 @@ class GradientRelease:
         finally:
             runner.grad_scale = None
         return loss.detach()
+
+
+def releases_of(model: nn.Module) -> list[GradientRelease]:
+    """Find a model's releases, even if made for another module with its parameters."""
+    params = set(model.parameters())
+    releases = [x for x in releases_on(params) if params.issuperset(x.params.values())]
+    return list(dict.fromkeys([*by_model.get(model, []), *releases]))
+
+
+def releases_on(params: Iterable[Tensor]) -> list[GradientRelease]:
+    """Find the releases that have hooks on any of these parameters."""
+    hooks = [hook for p in params for hook in torch_private.accumulate_hooks(p)]
+    releases = [by_hook[hook].release() for hook in hooks if hook in by_hook]
+    return list(dict.fromkeys([release for release in releases if release is not None]))
+
+
+def has_foreign_hooks(p: Tensor) -> bool:
+    """Return True if other code has hooks on p; remove hooks whose release is gone."""
+    foreign = False
+    for hook in torch_private.accumulate_hooks(p):
+        attached = by_hook.get(hook)
+        if attached is None:
+            foreign = True
+        elif attached.release() is None:
+            for remover in attached.removers:
+                remover.remove()
+    return foreign
+
+
+# The first of two passes, which measures the gradients and changes nothing.
+
+
+def measure(
+    runner: Runner, model: nn.Module, loss_fn: Callable[[], Tensor]
+) -> tuple[Tensor, list[Norm]]:
+    """Return the loss and its gradients' norms; restore .grad, buffers and random state."""
+    params = list(runner.params.values())
+    if any_distributed(params) and torch_private.has_unreduced_grads(params):
+        raise RuntimeError(
+            f"clip_global_norm={runner.options.clip_global_norm} after or in a backward "
+            "that fully_shard does not reduce (set_requires_gradient_sync or "
+            "set_requires_all_reduce) would measure a part of the gradient: reduce every "
+            "backward, with accumulation='buffer'"
+        )
+    buffers = Buffers(model)
+    grads: dict[Tensor, Tensor | None] = {
+        p: p.grad.clone() for p in params if p.grad is not None
+    }
+    random_state = random.getstate()
+    devices = {p.device.index for p in params if p.is_cuda}
+    try:
+        with runner.measuring() as backward, torch.random.fork_rng(sorted(devices)):
+            loss = loss_fn()
+            kinds, leaves = graph_of(loss)
+            if "CheckpointFunctionBackward" in kinds:
+                raise RuntimeError(NO_REENTRANCE)
+            if any_distributed(params):
+                # fully_shard's parameters are not leaves of the graph, so `inputs` cannot
+                # keep the second pass from adding to the .grad of others again.
+                for x in leaves.difference(params):
+                    grads[x], x.grad = x.grad, None
+                loss.backward()
+            else:
+                loss.backward(inputs=[p for p in params if p.requires_grad])
+    finally:
+        random.setstate(random_state)
+        buffers.restore()
+        for p, g in grads.items():
+            p.grad = g
+    sums = runner.cycle.buffer.items()
+    rest = {p: x for p, x in sums if p not in backward.fired}
+    norms = runner.norms_to_clip([*rest], [*rest.values()])
+    return loss.detach(), backward.norms + norms
+
+
+class Buffers:
+    """A copy of a model's buffers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tables = [(m, dict(m._buffers)) for m in model.modules()]
+        tensors = {x for _, table in self._tables for x in table.values() if x is not None}
+        self._contents = [(x, x.clone()) for x in tensors]
+
+    def restore(self) -> None:
+        """Put back the buffers that have changed, and write to no others."""
+        for module, table in self._tables:
+            module._buffers.clear()
+            module._buffers.update(table)
+        for x, before in self._contents:
+            # BatchNorm changes its buffers without counting up x._version.
+            with torch.inference_mode(x.is_inference()), torch.no_grad():
+                if not torch.equal(x, before):
+                    x.copy_(before)
+
+
+def graph_of(loss: Tensor) -> tuple[set[str], set[Tensor]]:
+    """Return the type names of the nodes in the loss's graph, and the leaf tensors."""
+    nodes: set[Any] = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in nodes:
+            continue
+        nodes.add(node)
+        waiting += [after for after, _ in node.next_functions]
+    leaves = {x.variable for x in nodes if hasattr(x, "variable")}
+    return {type(x).__name__ for x in nodes}, leaves

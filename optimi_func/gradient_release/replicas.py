@@ -26,8 +26,7 @@ from optimi_func.core.packed import is_capturing
 from optimi_func.core.pairs import as_real
 from optimi_func.core.torch_private import assert_later, uncompiled
 from optimi_func.gradient_release import backward as streams
-from optimi_func.gradient_release.backward import Backward, aligned
-from optimi_func.gradient_release.norms import Norm
+from optimi_func.gradient_release.backward import Backward, Norm, aligned
 from optimi_func.gradient_release.runner import Runner
 
 BYTES = 1 << 22  # of a message of parameters and buffers

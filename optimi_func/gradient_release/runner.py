@@ -27,16 +27,14 @@ from optimi_func.gradient_release.backward import (
     PENDING_BYTES,
     Accumulation,
     Backward,
-    SinceStep,
-    record,
-)
-from optimi_func.gradient_release.norms import (
     Norm,
+    SinceStep,
     are_finite,
     as_scalar,
     global_norm,
     is_finite,
     local_norms,
+    record,
     whole_norms,
 )
 from optimi_func.gradient_release.options import ReleaseOptions
@@ -369,7 +367,6 @@ class Runner:
         self._flush(backward)
 
     def _report(self, backward: Backward) -> None:
-        """Set grad_norm after a backward."""
         o = self.options
         if not o.grad_norm or (o.accumulation == "states" and not backward.fired):
             return  # step() ended the cycle without a gradient

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from optimi_func.core.checks import check_accumulates, check_apart
 from optimi_func.core.distributed import comparable, to_local
-from optimi_func.core.rule import Microbatch, Rule
+from optimi_func.core.rule import Microbatch
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.sums import Part
 from optimi_func.execution.trees import TreeUpdate
@@ -75,10 +75,6 @@ class TreeOptimizer:
         """Return the hyperparameters, to compare."""
         del of_device
         return {"optimizer": self._shown}
-
-    def rules(self) -> list[Rule]:
-        """Return the rule, as of one group."""
-        return [self.optimizer.rule]
 
     def check_accumulates(self) -> None:
         """Raise if accumulation="states" cannot work with this optimizer."""

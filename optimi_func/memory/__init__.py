@@ -6,8 +6,9 @@ fake tensors, so a model on meta can be planned on a laptop.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -91,56 +92,27 @@ def plan(
     check_whole("ranks", ranks, 1)
     check_whole("accumulation_steps", accumulation_steps, 1)
     check_undecided(options)
-    if options.get("foreach"):
-        raise ValueError(
-            "foreach=True: the temporaries of lists are not planned. Allowed are the "
-            "compiled step and compile=False"
-        )
     _check_batch(params, loss_fn, batch, ranks)
-    sharded = ranks > 1 or any_distributed(list(params.values()))
-    local = sum(p.numel() for p in to_local([p.detach() for p in params.values()]))
-    # Processes that the model is or will be divided among.
-    processes = max(ranks, -(-sum(p.numel() for p in params.values()) // max(local, 1)))
     metas = {kind: kept.on_meta(params, kind) for kind in (torch.float32, torch.bfloat16)}
-    make, releases = partial(kept.made_of, optimizer, model), True
-    try:
-        make(metas[torch.float32], {**options, "gradient_release": True})
-    except (TypeError, ValueError):
-        releases = False
-    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    make = partial(kept.made_of, optimizer, model)
+    releases = _may_release(make, metas[torch.float32], options)
+    job = _Job(model, params, device, ranks, accumulation_steps)
     traces: dict[torch.dtype, Trace] = {}
     recipes: list[Recipe] = []
     for name, dtype, storage in WAYS:
         meta = metas[dtype]
         try:
-            state, scratch, directions = kept.kept(
-                make, meta, storage, options, device, ranks
-            )
+            state, *more = kept.kept(make, meta, storage, options, device, ranks)
         except ValueError:
             if storage is None:
                 raise
             continue  # the rule or a parameter refuses this storage
         if dtype not in traces and loss_fn is not None:
             traces[dtype] = trace(model, loss_fn, batch, dtype, device == "cuda")
-        traced = traces.get(dtype)
-        attention = traced is not None and traced.attention
-        sizes: list[replay.Param] = []
-        for (key, p), x in zip(params.items(), meta.values()):
-            if p.requires_grad:
-                size = kept.held(x, ranks)
-                more = scratch.get(key, 0), uses[id(p)], directions.get(key, 0)
-                count, size = size // x.element_size(), kept.rounded(size, device)
-                sizes.append(replay.Param(count, size, *more))
-        fixed = _fixed(model, meta, ranks, device)
+        traced, fixed, sizes = traces.get(dtype), job.fixed(meta), job.sizes(meta, *more)
         for release, buffer in _variants(dtype, accumulation_steps):
             if release and not releases:
                 continue
-            handling = replay.Handling(release, accumulation_steps, device, dtype, buffer)
-            if sharded:
-                unit = replay.largest_unit(model, dtype)
-                peak = replay.sharded_peak(traced, sizes, handling, unit, processes)
-            else:
-                peak = replay.peak_of(traced, sizes, handling)
             sums = "" if buffer is None else f", {str(buffer).removeprefix('torch.')} sums"
             recipe = Recipe(
                 name=f"{name}{', release' * release}{sums}",
@@ -151,20 +123,106 @@ def plan(
                 buffer_dtype=buffer,
                 parameters=fixed,
                 state=state,
-                **peak._asdict(),
-                fits=fixed + state + peak.total <= limit,
-                estimated=("activations",) * attention + ("scratch",) * sharded,
+                **job.peak(traced, sizes, dtype, release, buffer)._asdict(),
+                estimated=job.estimated(traced),
                 optimizer=optimizer,
                 options=options,
             )
             recipes.append(recipe)
-    count = sum(map(Tensor.numel, params.values()))
-    shown = f"{count / 1e9:.2f} billion" if count >= 10**8 else f"{count / 1e6:.2f} million"
     factory = getattr(optimizer, "func", optimizer)  # of a partial
-    title = f"{type(model).__name__}, {shown} parameters, {factory.__name__} on {device}"
-    title += f", each of {ranks} ranks" * (ranks > 1)
-    title += f", {accumulation_steps} backwards a step" * (accumulation_steps > 1)
-    return MemoryPlan(title, limit, tuple(recipes))
+    plan = MemoryPlan(job.title(factory.__name__), limit, tuple(recipes))
+    return plan.within(budget)
+
+
+class _Job(NamedTuple):
+    """A training that recipes are for."""
+
+    model: nn.Module
+    params: dict[str, Tensor]
+    device: str
+    ranks: int
+    backwards: int  # that make a step
+
+    def title(self, optimizer: str) -> str:
+        count = sum(map(Tensor.numel, self.params.values()))
+        size = f"{count / 1e6:.2f} million"
+        if count >= 10**8:
+            size = f"{count / 1e9:.2f} billion"
+        name = type(self.model).__name__
+        title = f"{name}, {size} parameters, {optimizer} on {self.device}"
+        title += f", each of {self.ranks} ranks" * (self.ranks > 1)
+        return title + f", {self.backwards} backwards a step" * (self.backwards > 1)
+
+    def is_sharded(self) -> bool:
+        return self.ranks > 1 or any_distributed(list(self.params.values()))
+
+    def estimated(self, traced: Trace | None) -> tuple[str, ...]:
+        """Return the parts that are estimates."""
+        attention = traced is not None and traced.attention
+        return ("activations",) * attention + ("scratch",) * self.is_sharded()
+
+    def fixed(self, meta: Mapping[str, Tensor]) -> int:
+        """Return the bytes of parameters and buffers."""
+        sizes = [kept.held(p, self.ranks) for p in meta.values()]
+        dtype = next(p.dtype for p in meta.values() if p.requires_grad)
+        for x in to_local(list(self.model.buffers())):
+            sizes.append(x.numel() * cast_dtype(x, dtype).itemsize)
+        return sum(kept.rounded(size, self.device) for size in sizes)
+
+    def sizes(
+        self,
+        meta: Mapping[str, Tensor],
+        scratch: Mapping[str, int],
+        directions: Mapping[str, int],
+    ) -> list[replay.Param]:
+        """Return the sizes of the trainable parameters."""
+        pairs = self.model.named_parameters(remove_duplicate=False)
+        uses = Counter(id(p) for _, p in pairs)
+        sizes: list[replay.Param] = []
+        for (key, p), x in zip(self.params.items(), meta.values()):
+            if p.requires_grad:
+                size = kept.held(x, self.ranks)
+                size = replay.Param(
+                    numel=size // x.element_size(),
+                    bytes=kept.rounded(size, self.device),
+                    scratch=scratch.get(key, 0),
+                    uses=uses[id(p)],
+                    direction=directions.get(key, 0),
+                )
+                sizes.append(size)
+        return sizes
+
+    def peak(
+        self,
+        traced: Trace | None,
+        sizes: list[replay.Param],
+        dtype: torch.dtype,
+        release: bool,
+        buffer: torch.dtype | None,
+    ) -> replay.Peak:
+        """Return the bytes at the worst moment of a step in one process."""
+        handling = replay.Handling(release, self.backwards, self.device, dtype, buffer)
+        if not self.is_sharded():
+            return replay.peak_of(traced, sizes, handling)
+        parts = to_local([p.detach() for p in self.params.values()])
+        whole, local = (sum(map(Tensor.numel, x)) for x in (self.params.values(), parts))
+        # Processes that the model is or will be divided among.
+        processes = max(self.ranks, -(-whole // max(local, 1)))
+        unit = replay.largest_unit(self.model, dtype)
+        return replay.sharded_peak(traced, sizes, handling, unit, processes)
+
+
+def _may_release(
+    make: Callable[..., object],
+    meta: dict[str, nn.Parameter],
+    options: Mapping[str, object],
+) -> bool:
+    """Return False if the optimizer refuses gradient release."""
+    try:
+        make(meta, {**options, "gradient_release": True})
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _variants(
@@ -176,15 +234,6 @@ def _variants(
     plain, wide, low = (False, None), (True, torch.float32), (True, torch.bfloat16)
     # Without release, p.grad accumulates in the parameter's dtype.
     return [plain, wide, low] if dtype == torch.float32 else [wide, plain, low]
-
-
-def _fixed(model: nn.Module, meta: Mapping[str, Tensor], ranks: int, device: str) -> int:
-    """Return the bytes of parameters and buffers."""
-    total = sum(kept.rounded(kept.held(p, ranks), device) for p in meta.values())
-    dtype = next(p.dtype for p in meta.values() if p.requires_grad)
-    for x in to_local(list(model.buffers())):
-        total += kept.rounded(x.numel() * cast_dtype(x, dtype).itemsize, device)
-    return total
 
 
 def _checked_params(model: object, device: object) -> tuple[dict[str, Tensor], str]:

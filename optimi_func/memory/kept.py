@@ -101,6 +101,11 @@ def made_of(
         if isinstance(instance, BaseOptimizer):
             if instance.rewriters:
                 raise ValueError("transforms=: plans do not count what a step rewrites")
+            if instance.defaults["foreach"]:
+                raise ValueError(
+                    "foreach=True: the temporaries of lists are not planned. Allowed are "
+                    "the compiled step and compile=False"
+                )
             return instance
         kind = type(instance)
     raise TypeError(

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from optimi_func.classes.base import BaseOptimizer
+from optimi_func.core.lists import table
 from optimi_func.core.rule import Storage, StorageLike
 from optimi_func.gradient_release import GradientRelease, prepare_for_gradient_release
 from optimi_func.memory.kept import Factory, parse_size, takes_model
@@ -25,6 +26,7 @@ WAYS: list[tuple[str, torch.dtype, StorageLike | None]] = [
     ("bfloat16 plain", torch.bfloat16, Storage("plain")),
 ]
 PARTS = ("parameters", "gradients", "state", "activations", "scratch")
+_COLORS = ("#4c78a8", "#e45756", "#9ecae9", "#f2b950", "#8c8c8c")  # of a picture's bars
 
 
 def check_undecided(options: Mapping[str, object]) -> None:
@@ -80,7 +82,7 @@ class Recipe:
     activations: int | None
     scratch: int
     phase: str
-    fits: bool
+    fits: bool = False
     estimated: tuple[str, ...] = ()
     optimizer: Factory = field(repr=False, kw_only=True)
     options: Mapping[str, object] = field(repr=False, kw_only=True)
@@ -172,12 +174,8 @@ class MemoryPlan:
                 cells[PARTS.index(part)] = "~" + cells[PARTS.index(part)]
             cells[-1] = ("~" if r.estimated else "") + cells[-1]
             rows.append([r.name, *cells, r.phase, "yes" if r.fits else "no"])
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = [f"{self.title}; budget {self.budget / unit:.2f} {name}, sizes in {name}"]
-        for first, *rest in rows:
-            padded = [cell.rjust(width) for cell, width in zip(rest, widths[1:])]
-            lines.append("  ".join([first.ljust(widths[0]), *padded]))
-        return "\n".join([*lines, *self._notes()])
+        title = f"{self.title}; budget {self.budget / unit:.2f} {name}, sizes in {name}"
+        return "\n".join([title, table(rows, left=(0,)), *self._notes()])
 
     def _notes(self) -> list[str]:
         names = [recipe.name for recipe in self.recipes if recipe.fits]
@@ -213,7 +211,47 @@ class MemoryPlan:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        from optimi_func.memory import picture
+        draw = _draw if hasattr(path, "barh") else _save
+        draw(path, self)
 
-        draw = picture.draw if hasattr(path, "barh") else picture.save
-        draw(path, self, PARTS, unit_of(self.recipes))
+
+def _save(path: Any, plan: MemoryPlan) -> None:
+    """Draw a plan into a file, or raise if matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "plot() draws with matplotlib, which is not installed: pip install matplotlib"
+        ) from error
+    size = (10, 1.8 + 0.28 * len(plan.recipes))
+    figure = Figure(figsize=size, layout="constrained")
+    _draw(figure.subplots(), plan)
+    figure.legend(loc="outside lower center", ncols=6, frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def _draw(axes: Any, plan: MemoryPlan) -> None:
+    """Draw a bar of parts for each recipe, pale if it does not fit, and the budget."""
+    name, size = unit_of(plan.recipes)
+    places = list(range(len(plan.recipes)))
+    ends = [0.0] * len(places)
+    for part, color in zip(PARTS, _COLORS):
+        sizes = [(getattr(r, part) or 0) / size for r in plan.recipes]
+        bars = axes.barh(places, sizes, left=ends, color=color, label=part)
+        for bar, r in zip(bars, plan.recipes):
+            bar.set_alpha(1.0 if r.fits else 0.35)
+        ends = [a + b for a, b in zip(ends, sizes)]
+    best = next((r for r in plan.recipes if r.fits), None)
+    for place, r, end in zip(places, plan.recipes, ends):
+        text = f" {'~' if r.estimated else ''}{r.peak / size:.2f}"
+        bold = "bold" if r is best else None
+        axes.text(end, place, text, va="center", fontsize=7, fontweight=bold)
+    budget = plan.budget / size
+    axes.axvline(budget, color="black", linestyle="--", linewidth=1, label="budget")
+    axes.set_yticks(places, [r.name for r in plan.recipes], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.12 * max([budget, *ends]))
+    axes.set_xlabel(f"{name} at the peak; pale: does not fit in {budget:g} {name}")
+    axes.set_title(plan.title, fontsize=10)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)

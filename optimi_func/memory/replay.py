@@ -161,7 +161,6 @@ class _Run:
             self._flush()
 
     def _flush(self) -> None:
-        """Update the parameters that wait."""
         self.look("backward", _temporaries(self._waiting, self._handling.device))
         self._gradients -= sum(p.numel for p in self._waiting) * self._handling.sum_bytes
         self._gradients -= sum(self._held.values())

@@ -54,7 +54,10 @@ def _with_torchs_names(name: str) -> Any:
 
     def __init__(self: Any, *args: object, **kwargs: object) -> None:
         (_, params), *options = bind_call(name, signature, args, kwargs).items()
-        BaseOptimizer.__init__(self, params, dict(options) | fixed)
+        BaseOptimizer.__init__(self, params, _with_torchs_true(dict(options)) | fixed)
+
+    def add_param_group(self: Any, param_group: Any) -> None:
+        base.add_param_group(self, _with_torchs_true(param_group))
 
     self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     __init__.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess]
@@ -64,11 +67,19 @@ def _with_torchs_names(name: str) -> Any:
     own["_declared"] = parameters
     doc = f"`{name}` with the arguments of torch.optim.{name}, and by name our others."
     own |= {"__init__": __init__, "__doc__": doc, "__module__": __name__}
+    own |= {"add_param_group": add_param_group} if "dampening" in parameters else {}
     cls: Any = type(name, (base,), own)
     cls._parameters = parameters
     if hasattr(theirs, "share_memory"):
         type.__setattr__(cls, "share_memory", _share_memory)  # no part of the rule
     return cls
+
+
+def _with_torchs_true(options: Any) -> Any:
+    """Return options, with dampening=True as 1: ours takes the momentum then."""
+    if isinstance(options, dict) and options.get("dampening") is True:
+        options["dampening"] = 1.0
+    return options
 
 
 def _share_memory(self: Any) -> None:
@@ -89,29 +100,12 @@ def _with_our_classes(module: ModuleType) -> ModuleType:
 
 
 if TYPE_CHECKING:
-    from torch.optim import ASGD as ASGD
-    from torch.optim import LBFGS as LBFGS
-    from torch.optim import SGD as SGD
-    from torch.optim import Adadelta as Adadelta
-    from torch.optim import Adafactor as Adafactor
-    from torch.optim import Adagrad as Adagrad
-    from torch.optim import Adam as Adam
-    from torch.optim import Adamax as Adamax
-    from torch.optim import AdamW as AdamW
-    from torch.optim import Muon as Muon
-    from torch.optim import NAdam as NAdam
-    from torch.optim import Optimizer as Optimizer
-    from torch.optim import RAdam as RAdam
-    from torch.optim import RMSprop as RMSprop
-    from torch.optim import Rprop as Rprop
-    from torch.optim import SparseAdam as SparseAdam
-    from torch.optim import lr_scheduler as lr_scheduler
-    from torch.optim import swa_utils as swa_utils
+    from torch.optim import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
 else:
     for _name in __all__:
         if hasattr(optimizers, _name):
             globals()[_name] = _with_torchs_names(_name)
-    optimizers.AdamW.register(AdamW)
+    optimizers.AdamW.register(globals()["AdamW"])
     # `from optimi_func.optim.lr_scheduler import StepLR` finds its module here.
     for _name in [x for x in sys.modules if x.startswith("torch.optim.")]:
         _module = _with_our_classes(sys.modules[_name])

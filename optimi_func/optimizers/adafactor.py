@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from optimi_func.classes.fields import FloatOrNone, Floats
-from optimi_func.core.checks import check_no_tree, check_number
+from optimi_func.core.checks import check_number
 from optimi_func.core.math import choose, norm, sqrt
 from optimi_func.core.rule import Scalar
 from optimi_func.pure.functional import Number
@@ -37,14 +37,10 @@ def our_options(group: Group) -> Group:
 class Epsilons(Floats[tuple[Scalar, Scalar], tuple[Number | None, Number]]):
     """eps1, which may be None for torch's form, and eps2."""
 
-    def check(self, x: object, bound: bool = True) -> None:
+    def check_item(self, i: int, x: object, bound: bool) -> None:
         del bound
-        if not isinstance(x, tuple | list) or len(x) != 2:
-            check_no_tree("eps", x)
-            raise ValueError(f"Invalid eps: eps={x!r}: allowed are two numbers")
-        for i, number in enumerate(x):
-            if number is not None or i == 1:
-                check_number("epsilon", f"eps[{i}]", number)
+        if x is not None or i == 1:
+            check_number("epsilon", f"eps[{i}]", x)
 
 
 class Adafactor(Body, name="adafactor"):
@@ -102,10 +98,7 @@ class Adafactor(Body, name="adafactor"):
 
     lr: Float = Float(1e-3)
     eps: Epsilons = Epsilons(
-        1e-30,
-        1e-3,
-        argument=tuple[float | None, float],
-        value=tuple[Number | None, Number],
+        1e-30, 1e-3, argument=tuple[float | None, float], value=tuple[Number | None, Number]
     )
     clip_threshold: Float = Float(1.0, "clipping threshold", above=0.0, most=math.inf)
     decay_rate: Float = Float(-0.8, "decay rate", least=-math.inf, most=0.0)

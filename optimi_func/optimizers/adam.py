@@ -128,9 +128,7 @@ class Adam(WithLargest, name="adam"):
     usual_decay = Coupled.usual_decay
 
     counterparts = Counterparts(
-        in_torch=torch.optim.Adam,
-        torch_names=DECAYS,
-        bitsandbytes=Moments.Plain._fields,
+        in_torch=torch.optim.Adam, torch_names=DECAYS, bitsandbytes=Moments.Plain._fields
     )
 
 

@@ -7,16 +7,7 @@ import torch
 from torch import Tensor
 
 from optimi_func.core.rule import Scalar
-from optimi_func.rules import (
-    Body,
-    Float,
-    Moment,
-    ThreeBetas,
-    Wide,
-    functions,
-    root,
-    where,
-)
+from optimi_func.rules import Body, Float, Moment, ThreeBetas, Wide, functions, root, where
 
 __all__ = ["AdEMAMix", "ademamix", "ademamix_init", "ademamix_step"]
 

@@ -10,7 +10,7 @@ from torch.optim.optimizer import StateDict
 from optimi_func.classes.base import BaseOptimizer, Options, with_options
 from optimi_func.classes.evaluation import Evaluated
 from optimi_func.classes.fields import Params
-from optimi_func.classes.groups import UNSCHEDULED, Group
+from optimi_func.classes.groups import Group
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import TreeState
 from optimi_func.state import convert
@@ -284,12 +284,6 @@ def _checked_value(value: object) -> FunctionalOptimizer:
             f"Mixed got {value!r}: allowed are pure optimizers, as "
             "optimi_func.adamw(lr=1e-3), and no transforms of them"
         )
-    for name, x in _numbers_of(value).items():
-        if isinstance(x, dict) or (name in UNSCHEDULED and callable(x)):
-            raise TypeError(
-                f"Mixed got {rule_name(value)} with {name}={x!r}: allowed are numbers and "
-                "tensors of one element; for a schedule use torch.optim.lr_scheduler"
-            )
     return value
 
 
@@ -304,7 +298,6 @@ def _keywords(factory: type[FunctionalOptimizer]) -> tuple[str, ...]:
 
 
 def _named(group: Group) -> tuple[list[str], list[Tensor]]:
-    """Return the names and the parameters of a given group."""
     source = group["params"]
     params: list[Any] = [source] if isinstance(source, Tensor) else list(source)
     if all(isinstance(x, tuple) and len(x) == 2 for x in params):

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias, TypeGuard
 import torch
 from torch import Tensor
 
+from optimi_func.core import storage
 from optimi_func.core.math import is_differentiated, iterated_in, norm, product, symmetric
 from optimi_func.core.rule import Scalar
 from optimi_func.rules import Body, Field, Float, Moment, choice, functions, rounded
@@ -92,9 +93,9 @@ def as_triple(x: Sequence[float]) -> Triple:
 
 def as_dtype(x: torch.dtype | str | None) -> torch.dtype | None:
     """Return the dtype of the iteration, given itself or its name."""
-    if x is None:
+    dtype = storage.as_dtype(x)
+    if dtype is None:
         return None
-    dtype = getattr(torch, x.removeprefix("torch."), None) if isinstance(x, str) else x
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(
             f"Invalid ns_dtype: ns_dtype={x!r}: allowed are floating torch dtypes, their "
@@ -200,9 +201,7 @@ class Muon(Body, name="muon"):
     split: Field[GivenSplit, GivenSplit] = Field(None, GivenSplit, GivenSplit)
 
     counterparts = Counterparts(
-        in_torch=torch.optim.Muon,
-        torch_counts_steps=False,
-        torch_options=torchs_options,
+        in_torch=torch.optim.Muon, torch_counts_steps=False, torch_options=torchs_options
     )
 
     class State(NamedTuple):

@@ -122,7 +122,12 @@ def MuonAdamW(  # noqa: D417
     adamw  4      0.bias
     adamw  3      2.bias
     """
-    model = _checked(model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"MuonAdamW got a {type(model).__name__}: allowed is a module, because its "
+            "layers say what is a matrix. Make a Mixed of named parameters. Pass "
+            "transformers optimizer_cls_and_kwargs=(lambda: MuonAdamW, {...})"
+        )
     own = dict(momentum=momentum, nesterov=nesterov, ns_dtype=ns_dtype, ns_steps=ns_steps)
     own |= dict(ns_coefficients=ns_coefficients, adjust_lr_fn=adjust_lr_fn)
     shared = dict(decouple_lr=decouple_lr, maximize=maximize, cautious=cautious)
@@ -138,18 +143,13 @@ def MuonAdamW(  # noqa: D417
     kinds = _kinds(model, hidden, lr_multipliers, split, adamw_weight_decay is not None)
     made = partial(_made, lr, max_lr)
     parts = [(Named(names), made(*rules[kind[0]], *kind)) for kind, names in kinds]
-    _tell(model, hidden)
-    return Mixed(model.named_parameters(), *parts, **options)
-
-
-def _checked(model: object) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"MuonAdamW got a {type(model).__name__}: allowed is a module, because its "
-            "layers say what is a matrix. Make a Mixed of named parameters. Pass "
-            "transformers optimizer_cls_and_kwargs=(lambda: MuonAdamW, {...})"
+    if not any([p.requires_grad and hidden(n, p) for n, p in model.named_parameters()]):
+        raise ValueError(
+            f"MuonAdamW: hidden_matrices selects no parameter to train.\n{hidden}"
         )
-    return model
+    for line in str(hidden).splitlines():
+        _log.info("MuonAdamW: %s", line)
+    return Mixed(model.named_parameters(), *parts, **options)
 
 
 def _kinds(
@@ -195,16 +195,6 @@ def _made(
     most = max_lr if max_lr is None or scale == 1 else max_lr * scale
     rate, split = rate if factor == 1 else rate * factor, {"split": rows}
     return rule(lr=rate, max_lr=most, weight_decay=decay, **({} if kind else split))
-
-
-def _tell(model: nn.Module, hidden: "HiddenMatrices") -> None:
-    """Log which parameter is what. Raise if Muon has none to train."""
-    if not any([p.requires_grad and hidden(n, p) for n, p in model.named_parameters()]):
-        raise ValueError(
-            f"MuonAdamW: hidden_matrices selects no parameter to train.\n{hidden}"
-        )
-    for line in str(hidden).splitlines():
-        _log.info("MuonAdamW: %s", line)
 
 
 def NorMuonAdamW(  # noqa: D417
@@ -383,7 +373,6 @@ def _kind(name: str, p: Tensor, module: nn.Module, named: Mapping[str, Tensor]) 
 
 
 def _outputs(model: nn.Module, tables: Sequence[nn.Module]) -> set[int]:
-    """Return the ids of the parameters of output layers."""
     layers: list[nn.Module] = []
     for name in ("get_output_embeddings", "get_classifier"):
         getter = getattr(model, name, None)

@@ -10,15 +10,7 @@ from torch import Tensor
 from optimi_func.classes.fields import Floats
 from optimi_func.core.rule import Scalar
 from optimi_func.pure.functional import Number
-from optimi_func.rules import (
-    Body,
-    Float,
-    Former,
-    Wide,
-    check_number,
-    functions,
-    where,
-)
+from optimi_func.rules import Body, Float, Former, Wide, check_number, functions, where
 from optimi_func.state.convert import Counterparts
 
 __all__ = ["Rprop", "rprop", "rprop_init", "rprop_step"]

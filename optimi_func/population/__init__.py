@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 from optimi_func.core.checks import missing
 from optimi_func.population.axes import Randomness as Randomness
-from optimi_func.population.evolution import clone as clone
-from optimi_func.population.evolution import perturb as perturb
-from optimi_func.population.evolution import select as select
 from optimi_func.population.members import Hyper as Hyper
 from optimi_func.population.members import Population as Population
+from optimi_func.population.members import clone as clone
 from optimi_func.population.members import init as init
+from optimi_func.population.members import perturb as perturb
+from optimi_func.population.members import select as select
 from optimi_func.population.members import stack as stack
 from optimi_func.population.stepping import call_module as call_module
 from optimi_func.population.stepping import evaluate as evaluate

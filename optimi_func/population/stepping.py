@@ -13,8 +13,14 @@ from torch.func import functional_call
 from optimi_func.core.checks import Optimizer, bind, check_optimizer, scalar_loss
 from optimi_func.core.rule import PyTree
 from optimi_func.population.axes import Randomness, place
-from optimi_func.population.evolution import put, select
-from optimi_func.population.members import NO_HYPER, Hyper, Population, check_members
+from optimi_func.population.members import (
+    NO_HYPER,
+    Hyper,
+    Population,
+    check_members,
+    put,
+    select,
+)
 from optimi_func.pure.tree import grads_and_value, step_of, without_none
 
 T = TypeVar("T")

@@ -2,7 +2,6 @@
 
 import inspect
 import threading
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -16,22 +15,13 @@ from optimi_func.core.leaf import init_leaf
 from optimi_func.core.pairs import as_real
 from optimi_func.core.rule import Rule, Storage
 from optimi_func.core.storage import group_storage, own_names
-from optimi_func.core.torch_private import unwrapped
+from optimi_func.core.torch_private import in_distributed_checkpoint, unwrapped
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import TreeState
-from optimi_func.state import convert
+from optimi_func.state import convert, stored
 from optimi_func.state.convert import Counterparts, Entry, Group, LoadReport, Match
 from optimi_func.state.describe import describe
 from optimi_func.state.entry import check_options, ensure_state, insert_made, named_params
-from optimi_func.state.stored import (
-    decoded,
-    fitting,
-    has_codes,
-    loading,
-    master,
-    owned,
-    set_master,
-)
 
 
 class Fitted(NamedTuple):
@@ -59,7 +49,9 @@ def _as_strings(optimizer: Any, packed: StateDict) -> None:
     Schedules are not saved, as torch's do not save their functions.
     torch.distributed.checkpoint cannot gather a dtype. weights_only=True refuses classes.
     """
-    shared = _in_files_of_torch()
+    # That alone is to see a {}: it writes none to files, but asks for a key for each
+    # option of a running optimizer.
+    shared = in_distributed_checkpoint()
     for mine, group in zip(optimizer.param_groups, packed["param_groups"]):
         for name, x in (optimizer.lead_of(mine) or {}).items():
             if isinstance(x, Tensor) and group.get(name) is x:
@@ -73,15 +65,6 @@ def _as_strings(optimizer: Any, packed: StateDict) -> None:
             left_out.add(name)
         if shared:
             group.update({name: {} for name in left_out})
-
-
-def _in_files_of_torch() -> bool:
-    """Return True within torch.distributed.checkpoint, which alone is to see a {}.
-
-    It writes no {} to files, but asks for a key for each option of a running optimizer.
-    """
-    names = [x.f_globals.get("__name__", "") for x, _ in traceback.walk_stack(None)]
-    return any(name.startswith("torch.distributed.checkpoint.") for name in names)
 
 
 def _add_torchs_options(optimizer: Any, group: Group) -> set[str]:
@@ -198,7 +181,7 @@ class Checkpoints(Optimizer):
         for i, (group, p) in enumerate(every):
             if isinstance(packed["state"].get(i), dict):
                 rule = self.rule_of(group)
-                packed["state"][i] = decoded(rule, p, packed["state"][i])
+                packed["state"][i] = stored.decoded(rule, p, packed["state"][i])
         return packed
 
     def master_state_dict(self, model: torch.nn.Module) -> dict[str, Tensor]:
@@ -209,7 +192,9 @@ class Checkpoints(Optimizer):
         numbers stay. Raise ValueError if no parameter of the model is the optimizer's.
         """
         params = self._params_of(model).items()
-        return {k: master(p, self.state.get(p, {}).get("kahan_comp")) for k, p in params}
+        return {
+            k: stored.master(p, self.state.get(p, {}).get("kahan_comp")) for k, p in params
+        }
 
     def _params_of(self, model: torch.nn.Module) -> dict[str, Tensor]:
         check_module("(load_)master_state_dict", model)
@@ -250,7 +235,7 @@ class Checkpoints(Optimizer):
         with torch.no_grad():
             for name, p in params.items():
                 entry = self.state.get(p, {})
-                set_master(p, entry.get("kahan_comp"), state_dict[name])
+                stored.set_master(p, entry.get("kahan_comp"), state_dict[name])
                 if "step" in entry and entry["step"] == 0:
                     # Fields that begin as the parameter would be those of another one.
                     rule = self.rule_of(self.group_of(p))
@@ -385,7 +370,7 @@ class Checkpoints(Optimizer):
             theirs, bound = convert.same_names(ours, list(saved)), self.bound_of(mine)
             for (name, p), i in zip(named_params(mine), group["params"]):
                 entry = saved.get(theirs.get(name, ""), {})
-                fitted, fields = fitting(bound, p, entry)
+                fitted, fields = stored.fitting(bound, p, entry)
                 lacking = [x for x in bound.rule.state._fields if x not in fields]
                 packed["state"] |= {i: fitted} if fitted else {}
                 report.taken.update({name: fields} if fields else {})
@@ -418,7 +403,7 @@ class Checkpoints(Optimizer):
             groups.append(group)
             rule, storage, capturable = bound.rule, group_storage(mine), mine["capturable"]
             names = group.get("param_names", places)
-            load = loading(rule, capturable, storage, keep_dtypes)
+            load = stored.loading(rule, capturable, storage, keep_dtypes)
             for name, p, saved in zip(names, mine["params"], entries):
                 if saved is not None:
                     made[p] = load(name, p, saved)
@@ -464,9 +449,9 @@ class Checkpoints(Optimizer):
             group, p = home[name]
             rule, storage = self.rule_of(group), group_storage(group)
             entry = convert.checked(rule, "state.leaves", name, p, entry)
-            plain = not (storage.coded or has_codes(rule, entry))
+            plain = not (storage.coded or stored.has_codes(rule, entry))
             with torch.no_grad():
-                made[p] = owned(rule, p, group["capturable"], storage, entry, plain)
+                made[p] = stored.owned(rule, p, group["capturable"], storage, entry, plain)
         return made, [(home[name][1], x) for name, x in params.items()]
 
     def functional(self) -> tuple[FunctionalOptimizer, TreeState]:

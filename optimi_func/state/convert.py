@@ -18,9 +18,9 @@ from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import LeafState, TreeState, running_tensors
 
 # Options about how the step runs. They are not loaded from a file.
-POLICY = (
-    *("storage", "kahan_sum", "state_dtype", "compile", "foreach", "triton"),
-    *("capturable", "gradient_release", "fused", "differentiable"),
+POLICY = tuple(
+    "storage kahan_sum state_dtype compile foreach triton capturable gradient_release "
+    "fused differentiable".split()
 )
 # torch's name of an option of Adam, NAdam and RAdam, and both names.
 DECAY = "decoupled_weight_decay"
@@ -393,10 +393,7 @@ def check_kind(options: Group, decay: str) -> None:
 
 
 def as_torchs(
-    name: str,
-    keywords: tuple[str, ...],
-    counterparts: Counterparts,
-    state_dict: StateDict,
+    name: str, keywords: tuple[str, ...], counterparts: Counterparts, state_dict: StateDict
 ) -> StateDict:
     """Convert our state dict for torch.optim's class of the same name, or raise."""
     cls = counterparts.in_torch

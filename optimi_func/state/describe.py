@@ -7,22 +7,18 @@ import torch
 from torch import Tensor
 
 from optimi_func.core.distributed import to_local
+from optimi_func.core.lists import table
 from optimi_func.core.math import iterated_in
 from optimi_func.core.rule import Rule
 from optimi_func.core.storage import entry_of, group_storage, names_in
 from optimi_func.state.convert import Entry, Group
 from optimi_func.state.stored import fresh_like
 
-_HEAD = (
-    *("group", "tensors", "elements", "parameters", "moments"),
-    *("in codes", "bytes", "each"),
-)
+_HEAD = tuple("group,tensors,elements,parameters,moments,in codes,bytes,each".split(","))
 
 
 def describe(
-    states: Mapping[Tensor, Entry],
-    groups: list[Group],
-    rule_of: Callable[[Group], Rule],
+    states: Mapping[Tensor, Entry], groups: list[Group], rule_of: Callable[[Group], Rule]
 ) -> str:
     """Return the table of storage and bytes, and the dtypes of iterations over matrices."""
     rows: list[tuple[str, ...]] = []
@@ -39,11 +35,7 @@ def describe(
         rows.append((str(i), *_cells(counts, how)))
     if len(groups) > 1:
         rows.append(("all", *_cells(totals, ["", ""])))
-    widths = [max(len(row[k]) for row in [_HEAD, *rows]) for k in range(len(_HEAD))]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths)).rstrip()
-        for row in [_HEAD, *rows]
-    ]
+    lines = [table([_HEAD, *rows])]
     for i, group in enumerate(groups):
         if "ns_dtype" in group:
             wide = partial(torch.promote_types, torch.float32)
@@ -62,11 +54,7 @@ def listed(groups: list[Group]) -> str:
         for group in groups
         for name, p in zip(group["param_names"], group["params"])
     ]
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
-    return "\n".join(
-        f"{rule.ljust(widths[0])}  {shape.ljust(widths[1])}  {name}"
-        for rule, shape, name in rows
-    )
+    return table(rows, left=range(3))
 
 
 def _kept(

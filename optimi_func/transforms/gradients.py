@@ -123,7 +123,6 @@ class GradientTransform:
 
 
 def _number_at(name: str, number: Number, step: Tensor) -> Scalar:
-    """Return a transform's number at a step."""
     most = math.inf if name in ("limit", "max_norm") else sys.float_info.max
     now = resolve(name, number, step.clone(), most=most)
     if isinstance(number, Tensor) and value_of(number) != most:

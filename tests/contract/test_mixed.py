@@ -199,11 +199,13 @@ def test_what_is_refused() -> None:
     refused(TypeError, "no transforms of them", ("*", clipped))
     refused(
         TypeError,
-        r"adamw with lr=<.*use torch\.optim\.lr_sch",
+        r"Invalid lr: lr=<.*use torch\.optim\.lr_sch",
         ("*", adamw(lr=lambda i: 1)),
     )
     refused(
-        TypeError, "adamw with weight_decay={", ("*", adamw(lr=1, weight_decay={"a": 1.0}))
+        TypeError,
+        "Invalid weight_decay: weight_decay={",
+        ("*", adamw(lr=1, weight_decay={"a": 1.0})),
     )
     with pytest.raises(
         ValueError, match=r"by name, and got some without.*named_parameters"

@@ -340,6 +340,7 @@ RANGES = [
     *[("Adafactor", {"beta2_decay": x}) for x in (0.0, -1.5, -INF)],
     ("Adafactor", {"d": INF}),
     ("SGD", {"momentum": 0.9, "dampening": -0.5}),
+    ("SGD", {"momentum": 0.9, "dampening": True}),
     *[("ASGD", {"t0": x}) for x in (-3.0, INF)],
     ("Rprop", {"step_sizes": (0.0, INF)}),
 ]

@@ -394,6 +394,27 @@ def test_private_facts_of_operations_are_there() -> None:
     assert torch.ops.aten._to_copy.default.overloadpacket.__name__ == "_to_copy"
 
 
+def test_private_checkpoint_asks_a_class_for_its_state() -> None:
+    """What `in_distributed_checkpoint` looks for: a frame of these modules."""
+    from torch.distributed.checkpoint import state_dict
+
+    from optimi_func.core.torch_private import in_distributed_checkpoint
+
+    within: list[bool] = []
+
+    class Asked(torch.optim.SGD):
+        def state_dict(self) -> dict[str, object]:
+            within.append(in_distributed_checkpoint())
+            return super().state_dict()
+
+    model = torch.nn.Linear(1, 1)
+    optimizer = Asked(model.parameters(), lr=0.1)
+    state_dict.get_optimizer_state_dict(model, optimizer)
+    assert within and all(within)
+    optimizer.state_dict()
+    assert within[-1] is False
+
+
 def test_private_compiler_is_there() -> None:
     """What compiled.train_step uses beside torch.compile and torch.func."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -595,6 +616,6 @@ def test_the_package_depends_on_torch_alone() -> None:
                 names = [node.module]
             found = {name.split(".")[0] for name in names}
             # Imported where a picture is asked for, and not before.
-            if path == PACKAGE / "memory/picture.py" and getattr(node, "col_offset", 0):
+            if path == PACKAGE / "memory/recipes.py" and getattr(node, "col_offset", 0):
                 found -= {"matplotlib"}
             assert found <= allowed

@@ -251,7 +251,7 @@ def test_muons_adjust_lr_fn_of_none_is_torchs() -> None:
 def test_errors_say_what_a_class_takes(options: Any, error: Any, text: str) -> None:
     with pytest.raises(error, match=text) as found:
         AdamW(params(), **{"lr": 0.1, **options})
-    assert "schedule" not in str(found.value)
+    assert "schedules" not in str(found.value)
 
 
 HOW = {"auto": {}, "eager": EAGER, "foreach": {"foreach": True}}

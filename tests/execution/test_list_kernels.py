@@ -3,7 +3,7 @@
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from optimi_func.execution import cpp, executors, guards, kernels, list_kernel
 from optimi_func.execution.cpp import PIECE
 from optimi_func.execution.guards import Guard, tensor_guards
 from optimi_func.execution.list_kernel import ListKernel
+from optimi_func.rules import Moment, Optimizer
 
 # Lengths near those of vectors and pieces. A large one comes first.
 SIZES = [3 * PIECE + 5, 1, 3, 16, 17, 64, 1000, PIECE - 1, PIECE, PIECE + 1]
@@ -302,6 +303,27 @@ def test_what_does_not_give_the_same_is_not_used(unkept, monkeypatch) -> None:
     assert kernels._without_lists == {"cpu"}
     train(AdamW(qs, lr=0.1, **EAGER), qs)
     torch.testing.assert_close(ps[0], qs[0])
+
+
+@pytest.mark.full
+def test_a_kernel_of_many_arguments_falls_back_alone(unkept, monkeypatch) -> None:
+    class Many(Optimizer):
+        lr: float = 0.1
+        State = NamedTuple("State", [(f"m{i}", Moment) for i in range(20)])
+
+        def direction(self, g: Tensor, s: Any):
+            new = s._make([0.9 * m + g for m in s])
+            return sum(new), new
+
+    monkeypatch.setattr(kernels, "_without_lists", set())
+    monkeypatch.setattr(kernels, "_kernels", {})
+    ps, qs = params(torch.float32, [50, 9000]), params(torch.float32, [50, 9000])
+    train(Many(ps, lr=0.1, compile=True), ps)
+    train(Many(qs, lr=0.1, **EAGER), qs)
+    for p, q in zip(ps, qs):
+        torch.testing.assert_close(p, q)
+    ((_, found),) = kernels._kernels.values()
+    assert not isinstance(found, ListKernel) and not kernels._without_lists
 
 
 @pytest.mark.kernels

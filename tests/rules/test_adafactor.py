@@ -242,8 +242,8 @@ def test_states_of_torch_load_and_go_back() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"eps": 1e-8}, ValueError, r"Invalid eps: eps=1e-08: allowed are two numbers"),
-        ({"eps": (1e-8,)}, ValueError, "allowed are two numbers"),
+        ({"eps": 1e-8}, ValueError, r"Invalid eps: eps=1e-08: allowed are 2 numbers"),
+        ({"eps": (1e-8,)}, ValueError, "allowed are 2 numbers"),
         ({"eps": (-1.0, 1e-3)}, ValueError, r"eps\[0\]=-1"),
         ({"eps": (1e-3, None)}, TypeError, r"eps\[1\]=None"),
         ({"eps": (None, 1e-3)}, TypeError, r"eps\[0\]=None"),  # torch's form alone

@@ -263,6 +263,129 @@ def adanorm(p: Tensor, gamma: float) -> Step:
     return step
 
 
+class LaProp(Optimizer):
+    """Ziyin, Wang & Ueda, arXiv:2002.04839."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-15
+
+    class State(NamedTuple):
+        exp_avg: Tensor
+        exp_avg_sq: SecondMoment
+
+    def direction(self, g: Tensor, s: State, t: float):
+        b1, b2 = self.betas
+        v = b2 * s.exp_avg_sq + (1 - b2) * g * g
+        m = b1 * s.exp_avg + (1 - b1) * g / ((v / (1 - b2**t)).sqrt() + self.eps)
+        return m / (1 - b1**t), self.State(m, v)
+
+
+class Yogi(Optimizer):
+    """Zaheer et al., NeurIPS 2018, whose second moment begins above 0."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-3
+
+    class State(NamedTuple):
+        exp_avg: Tensor
+        exp_avg_sq: Wide
+
+    def init(self, p: Tensor):
+        return self.State(None, torch.full_like(p, 1e-6))
+
+    def direction(self, g: Tensor, s: State):
+        b1, b2 = self.betas
+        m = b1 * s.exp_avg + (1 - b1) * g
+        v = s.exp_avg_sq - (1 - b2) * (s.exp_avg_sq - g * g).sign() * g * g
+        return m / (v.sqrt() + self.eps), self.State(m, v)
+
+
+class Tiger(Optimizer):
+    """Su's Tiger, a sign of one moment (github.com/bojone/tiger)."""
+
+    beta: float = 0.965
+
+    class State(NamedTuple):
+        exp_avg: Tensor
+
+    def direction(self, g: Tensor, s: State):
+        m = self.beta * s.exp_avg + (1 - self.beta) * g
+        return m.sign(), self.State(m)
+
+
+class Grokfast(Optimizer):
+    """Lee et al., arXiv:2405.20233: slow gradients amplified, in front of AdamW."""
+
+    alpha: float = 0.98
+    lamb: float = 2.0
+    betas: tuple[float, float] = (0.9, 0.99)
+    eps: float = 1e-8
+
+    class State(NamedTuple):
+        slow: Tensor
+        exp_avg: Tensor
+        exp_avg_sq: SecondMoment
+
+    def direction(self, g: Tensor, s: State, t: float):
+        b1, b2 = self.betas
+        slow = self.alpha * s.slow + (1 - self.alpha) * g
+        g = g + self.lamb * slow
+        m = b1 * s.exp_avg + (1 - b1) * g
+        v = b2 * s.exp_avg_sq + (1 - b2) * g * g
+        d = m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + self.eps)
+        return d, self.State(slow, m, v)
+
+
+def laprop(p: Tensor, betas: Any) -> Step:
+    (b1, b2), t = betas, 0
+    m = v = 0 * p
+
+    def step(g: Tensor) -> Tensor:
+        nonlocal m, v, t
+        t += 1
+        v = b2 * v + (1 - b2) * g**2
+        m = b1 * m + (1 - b1) * g / ((v / (1 - b2**t)).sqrt() + 1e-15)
+        return m / (1 - b1**t)
+
+    return step
+
+
+def yogi(p: Tensor, eps: float) -> Step:
+    m, v = 0 * p, torch.full_like(p, 1e-6)
+
+    def step(g: Tensor) -> Tensor:
+        nonlocal m, v
+        m, v = 0.9 * m + 0.1 * g, v - 0.001 * torch.sign(v - g**2) * g**2
+        return m / (v.sqrt() + eps)
+
+    return step
+
+
+def tiger(p: Tensor, beta: float) -> Step:
+    m = 0 * p
+
+    def step(g: Tensor) -> Tensor:
+        nonlocal m
+        m = beta * m + (1 - beta) * g
+        return torch.sign(m)
+
+    return step
+
+
+def grokfast(p: Tensor, lamb: float) -> Step:
+    h = m = v = 0 * p
+    t = 0
+
+    def step(g: Tensor) -> Tensor:
+        nonlocal h, m, v, t
+        t, h = t + 1, 0.98 * h + 0.02 * g
+        g = g + lamb * h
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g**2
+        return m / (1 - 0.9**t) / ((v / (1 - 0.99**t)).sqrt() + 1e-8)
+
+    return step
+
+
 ROWS: list[Any] = [
     (AggMo, aggmo, {"betas": (0.0, 0.5, 0.9)}),
     (AdaShift, adashift, {"beta": 0.9, "keep": 2, "eps": 0.1}),
@@ -271,6 +394,10 @@ ROWS: list[Any] = [
     (SRSGD, srsgd, {"every": 3}),
     (AdaBound, adabound, {"betas": (0.8, 0.95), "final": 0.05, "gamma": 0.2}),
     (AdaNorm, adanorm, {"gamma": 0.8}),
+    (LaProp, laprop, {"betas": (0.8, 0.95)}),
+    (Yogi, yogi, {"eps": 0.01}),
+    (Tiger, tiger, {"beta": 0.9}),
+    (Grokfast, grokfast, {"lamb": 1.0}),
 ]
 
 

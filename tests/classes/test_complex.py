@@ -1,14 +1,13 @@
 """Complex parameters in the classes: steps, states, storages, loading, refusals."""
 
 import copy
-import inspect
 import io
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from cases import CASES, CLASSES, ELEMENTWISE, MAPPED, Case, assert_moved_alike, problem
+from cases import CLASSES, ELEMENTWISE, MAPPED, assert_moved_alike
 from torch import Tensor, nn
 
 import optimi_func
@@ -57,21 +56,6 @@ def assert_same(ps: list[Tensor], qs: list[Tensor]) -> None:
         assert torch.equal(pairs(p), pairs(q))
 
 
-@pytest.mark.filterwarnings("ignore:eps=", "ignore:weight_decay=")
-@pytest.mark.parametrize(
-    "case", [c for c in CASES if c.name in ELEMENTWISE], ids=lambda c: c.id
-)
-def test_a_class_steps_as_the_loop_does_on_real_pairs(case: Case) -> None:
-    start, grads = problem((5, 3, 2), 20)
-    want = case.reference(start, grads)[-1]
-    p = nn.Parameter(torch.view_as_complex(start.clone()))
-    optimizer = case.cls([p], lr=0.02, **case.options, **EAGER)
-    for g in grads:
-        p.grad = torch.view_as_complex(g.clone())
-        optimizer.step()
-    assert_moved_alike(start, pairs(p), want, 1e-9)
-
-
 @pytest.mark.parametrize("how", HOW, ids=str)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_mixed_parameters_step_as_real_pairs_bit_for_bit(name: str, how: Any) -> None:
@@ -93,48 +77,6 @@ def test_mixed_parameters_step_as_real_pairs_bit_for_bit(name: str, how: Any) ->
             assert torch.equal(pairs(ours.state[p][key]), x), key
     p = ps[0]
     assert all([x.is_complex() for x in ours.state[p].values() if x.shape == p.shape])
-
-
-TORCHS = ("Adam", "AdamW", "RAdam", "SGD")
-
-
-@pytest.mark.parametrize("name", TORCHS)
-def test_torchs_own_inputs_give_torchs_weights_and_states(name: str) -> None:
-    from torch.testing._internal.common_optimizers import optim_db  # takes seconds
-
-    (info,) = [x for x in optim_db if x.optim_cls.__name__ == name]
-    ours, torchs = getattr(optimi_func, name), info.optim_cls
-    known, tried = inspect.signature(torchs).parameters, 0
-    defaults = {k: known[k].default for k in ("betas", "eps", "weight_decay") if k in known}
-    # torch's RAdam adds eps before the correction.
-    tolerance = 1e-5 if name == "RAdam" else 1e-12
-    for given in info.optim_inputs_func("cpu"):
-        options = {**defaults, **given.kwargs}
-        if options.keys() & {"fused", "differentiable", "capturable"}:
-            continue
-        tried += 1
-        ps, qs = ([nn.Parameter(numbers((4, 3), 0, torch.complex128))] for _ in range(2))
-        mine = {k: x for k, x in options.items() if k != "foreach"}
-        one, other = ours(ps, **mine, **EAGER), torchs(qs, **options)
-        go_on(one, ps, range(20))
-        go_on(other, qs, range(20))
-        start = pairs(numbers((4, 3), 0, torch.complex128))
-        assert_moved_alike(start, pairs(ps[0]), pairs(qs[0]), tolerance)
-        kept, entry = one.state[ps[0]], other.state[qs[0]]
-        for key, x in entry.items():
-            if key != "step" and x is not None:
-                assert kept[key].dtype == x.dtype == torch.complex128
-                torch.testing.assert_close(kept[key], x, rtol=1e-9, atol=1e-12)
-        # Each goes on with the other's state.
-        rs, ts = ([nn.Parameter(q.detach().clone()) for q in qs] for _ in range(2))
-        third, fourth = ours(rs, **mine, **EAGER), torchs(ts, **options)
-        third.load_state_dict(copy.deepcopy(other.state_dict()))
-        fourth.load_state_dict(one.torch_state_dict())
-        for optimizer, some in ((third, rs), (fourth, ts), (other, qs)):
-            go_on(optimizer, some, range(20, 25))
-        assert_moved_alike(start, pairs(rs[0]), pairs(qs[0]), tolerance)
-        assert_moved_alike(start, pairs(ts[0]), pairs(qs[0]), tolerance)
-    assert tried >= 5
 
 
 @pytest.mark.parametrize("kept", STORAGES)

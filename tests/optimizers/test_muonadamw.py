@@ -271,6 +271,8 @@ CHANGED: dict[str, tuple[dict[str, Any], set[str]]] = {
     "momentum": ({"momentum": linear(0.5, 0.95, 9)}, MATRICES),
     "row_beta": ({"row_beta": 0.9}, MATRICES),
     "maximize": ({"maximize": True}, EVERY),
+    "weight_decay": ({"weight_decay": 0.3}, MATRICES | {"head.weight"}),
+    "adamw_weight_decay": ({"adamw_weight_decay": 0.5}, REST),
     "decouple_lr": ({"decouple_lr": True}, MATRICES | {"head.weight"}),
     "max_lr": ({"decouple_lr": True, "max_lr": 1.0}, MATRICES | {"head.weight"}),
     "corrected_decay": (

@@ -22,7 +22,6 @@ from cases import (
     assert_moved_alike,
     count_betas,
     problem,
-    shown,
 )
 from tiers import few
 from torch.func import functional_call, grad, jvp, vmap
@@ -140,46 +139,11 @@ def test_states_copy_and_pickle() -> None:
     assert ".leaves['w'].exp_avg_sq" in [pytree.keystr(k) for k, _ in keyed]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_vmap_members_have_their_own_numbers(name: str) -> None:
-    """Also their own step counts; each equals the member trained alone."""
-    members = 3
-    params = {"w": torch.randn(members, 4, 2, dtype=torch.float64)}
-    state = vmap(init_of(name))(params)
-    counts = torch.tensor([0.0, 3.0, 7.0]) + STILL.get(name, 0)
-    if name == "asgd":  # the first step makes its eta
-        counts *= 0
-    state = state._replace(step=counts)
-    grads = {"w": torch.randn(members, 4, 2, dtype=torch.float64)}
-    lrs = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
-    decays = torch.tensor([0.0, 0.1, 0.2], dtype=torch.float64)
-
-    def member(p, g, s, lr, wd):
-        return step_of(name)(p, g, s, lr=lr, weight_decay=wd)
-
-    got, after = vmap(member)(params, grads, state, lrs, decays)
-    assert after.step.equal(counts + 1.0)
-    for i in range(members):
-        p, g, s = pytree.tree_map(lambda x, i=i: x[i], (params, grads, state))
-        want, _ = member(p, g, s, lrs[i], decays[i])
-        assert_moved_alike(p["w"], got["w"][i], want["w"], 1e-12)
-
-
 def test_vmapped_keywords_are_refused() -> None:
     params = torch.randn(3, 4)
     state = vmap(adamw_init)(params)
     with pytest.raises(ValueError, match=r"shape \(3,\).*positionally"):
         vmap(lambda p, g, s: adamw_step(p, g, s, lr=torch.ones(3)))(params, params, state)
-
-
-def test_vmapped_betas() -> None:
-    params = torch.randn(3, 4)
-    b1 = torch.tensor([0.5, 0.8, 0.9])
-
-    def member(p, b1):
-        return adamw_step(p, p, adamw_init(p), lr=0.1, betas=(b1, 0.99))[0]
-
-    assert vmap(member)(params, b1).shape == (3, 4)
 
 
 def unrolled(name: str, zeros: bool):
@@ -457,65 +421,10 @@ def test_zero_eps_and_zero_gradient_stay_finite() -> None:
         assert new.isfinite().all()
 
 
-BAD_NUMBERS = [
-    ({"lr": -1.0}, "Invalid learning rate: lr=-1.0"),
-    ({"lr": float("nan")}, "Invalid learning rate: lr=nan"),
-    ({"lr": 0.1, "betas": (1.0, 0.9)}, r"Invalid beta1 parameter: betas\[0\]=1.0"),
-    ({"lr": 0.1, "betas": (0.9, -0.1)}, r"Invalid beta2 parameter: betas\[1\]=-0.1"),
-    ({"lr": 0.1, "eps": -1.0}, "Invalid epsilon: eps=-1.0"),
-    ({"lr": 0.1, "weight_decay": -1.0}, "Invalid weight decay: weight_decay=-1.0"),
-    ({"lr": 0.1, "max_lr": -1.0}, "Invalid maximum learning rate: max_lr=-1.0"),
-    ({"lr": 0.0, "decouple_lr": True}, "Invalid maximum learning rate: max_lr=None"),
-    ({"lr": lambda s: 0.1, "decouple_lr": True}, "Invalid maximum learning rate"),
-    ({"lr": torch.tensor(0.1), "decouple_lr": True}, "Invalid maximum learning rate"),
-    (
-        {"lr": 0.1, "decouple_lr": True, "max_lr": 0.0},
-        r"max_lr=0\.0: allowed is finite, above 0",
-    ),
-]
-
-
-@pytest.mark.parametrize(("options", "text"), BAD_NUMBERS, ids=shown)
-def test_bad_numbers(options, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        adamw(**options)
-
-
-def test_more_bad_numbers() -> None:
-    with pytest.raises(ValueError, match=r"betas\[2\]=1.5"):
-        optimi_func.adan(lr=0.1, betas=(0.9, 0.9, 1.5))
-    with pytest.raises(ValueError, match=r"Invalid momentum: momentum=1.0"):
-        optimi_func.sgd(lr=0.1, momentum=1.0)
-    with pytest.raises(ValueError, match=r"Invalid lookahead period: k=0"):
-        optimi_func.ranger(lr=0.1, k=0)
-    with pytest.raises(ValueError, match=r"k=2\.5: allowed are whole numbers"):
-        optimi_func.ranger(lr=0.1, k=2.5)
-    with pytest.raises(ValueError, match=r"Invalid lookahead alpha: alpha=2"):
-        optimi_func.ranger(lr=0.1, alpha=2)
-    with pytest.raises(ValueError, match="nesterov=True with momentum=0"):
-        optimi_func.sgd(lr=0.1, nesterov=True)
-    with pytest.raises(ValueError, match=r"dampening=0.5"):
-        optimi_func.sgd(lr=0.1, momentum=0.9, dampening=0.5, nesterov=True)
-    with pytest.raises(TypeError, match=r"Invalid learning rate: lr='0.1'"):
-        adamw(lr="0.1")
-    with pytest.raises(TypeError, match=r"state_dtype=torch\.int32"):
-        adamw_init(torch.ones(2), state_dtype=torch.int32)
-
-
 P = {"w": torch.ones(2), "b": torch.ones(3)}
 G = pytree.tree_map(torch.ones_like, P)
 BAD_TREES = [
-    (P, {"w": G["w"]}, ValueError, r"grads and params.*\['b'\] has no counterpart"),
     (P, {**G, "x": G["w"]}, ValueError, r"\['x'\] is not in params"),
-    (P, {**G, "b": torch.ones(4)}, ValueError, r"grads\['b'\] has shape \(4,\)"),
-    (
-        P,
-        {**G, "b": torch.ones(3, dtype=torch.int64)},
-        TypeError,
-        r"grads\['b'\].*int64",
-    ),
-    (P, {**G, "b": G["b"].half()}, TypeError, r"grads\['b'\].*narrower"),
-    (P, {**G, "b": G["b"].to_sparse()}, TypeError, r"grads\['b'\].*sparse"),
     (P, {**G, "b": 1.0}, TypeError, r"grads\['b'\] is 1.0"),
     (P, {**G, "b": G["b"].to("meta")}, ValueError, r"grads\['b'\] is on meta"),
 ]

@@ -67,12 +67,37 @@ def run(optimizer: Any, steps: int = 9) -> Tensor:
         (lambda x: ema(sgd(lr=0.1), x(1.0)), r"decay=1\.0: .*below 1"),
         (lambda x: linear(x(-1.0), 0.0, 4), r"start=-1\.0"),
         (lambda x: adamw_step({}, {}, None, lr=x(-0.1)), r"lr=-0\.1"),
+        (lambda x: adamw(lr=0.1, betas=(0.9, x(-0.1))), r"beta2 parameter: betas\[1\]=-0"),
+        (lambda x: adamw(lr=0.1, max_lr=x(-1.0)), r"maximum learning rate: max_lr=-1\.0"),
+        (lambda x: optimi_func.adan(lr=0.1, betas=(0.9, 0.9, x(1.5))), r"betas\[2\]=1\.5"),
+        (lambda x: ranger(lr=0.1, alpha=x(2.0)), r"lookahead alpha: alpha=2\.0"),
     ],
 )
 @pytest.mark.parametrize("of", [float, partial(torch.tensor, dtype=torch.float64)])
 def test_a_tensor_out_of_range_is_refused_as_a_number_is(make, text: str, of) -> None:
     with pytest.raises(ValueError, match=text):
         make(of)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: adamw(lr=0.0, decouple_lr=True), ValueError, "max_lr=None"),
+        (lambda: adamw(lr=lambda s: 0.1, decouple_lr=True), ValueError, "Invalid maximum"),
+        (lambda: adamw(lr=torch.tensor(0.1), decouple_lr=True), ValueError, "Invalid max"),
+        (lambda: ranger(lr=0.1, k=2.5), ValueError, r"k=2\.5: allowed are whole numbers"),
+        (lambda: sgd(lr=0.1, nesterov=True), ValueError, "nesterov=True with momentum=0"),
+        (
+            lambda: sgd(lr=0.1, momentum=0.9, dampening=0.5, nesterov=True),
+            *(ValueError, r"dampening=0\.5"),
+        ),
+        (lambda: adamw(lr="0.1"), TypeError, "Invalid learning rate: lr='0.1'"),
+        (lambda: adamw_init(torch.ones(2), state_dtype=torch.int32), TypeError, "int32"),
+    ],
+)
+def test_options_that_do_not_go_together(make, error, text: str) -> None:
+    with pytest.raises(error, match=text):
+        make()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Derivatives through training runs: right for every rule, in every mode; memory."""
 
 import json
-import warnings
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from torch.utils import _pytree as pytree
 
 import optimi_func
 from optimi_func import adamw, sgd, transforms, unroll
-from optimi_func.core.rule import Storage
 
 DOUBLE = torch.float64
 STEPS = 9  # RAdam trusts v from the sixth on, Ranger synchronises at 4 and 8
@@ -346,25 +344,6 @@ def test_an_error_in_the_middle_leaves_what_was_passed_in() -> None:
     assert unroll(adamw(lr=0.1), loss, params, state, batches[:2]).losses.shape == (2,)
 
 
-def test_states_in_codes_run_and_are_refused_a_lost_derivative() -> None:
-    params = {"w": torch.randn(64, 128)}
-    state = adamw(lr=0.1).init(params, storage=Storage(moments="8bit"))
-    assert state.leaves["w"].exp_avg.q.dtype == torch.int8
-
-    def end(lr):
-        run = unroll(
-            *(adamw, lambda p, x: (p["w"] - x).square().mean(), params, state),
-            torch.tensor(0.5),
-            steps=4,  # the last loss depends on what the second step encoded
-            hyper={"lr": lr},
-        )
-        return run.losses.sum()
-
-    assert end(0.1).isfinite()
-    with pytest.raises(ValueError, match=r"kept in codes .* has no derivative"):
-        grad(end)(torch.tensor(0.1))
-
-
 def test_bad_input() -> None:
     params, batches = problem()
     bad = [
@@ -425,44 +404,3 @@ def test_members_have_hypergradients_of_their_own() -> None:
     got = vmap(grad(end))(lrs)
     for lr, one in zip(lrs, got):
         torch.testing.assert_close(one, grad(end)(lr), rtol=1e-10, atol=0)
-
-
-class Linear(torch.nn.Module):
-    def __init__(self, w) -> None:
-        super().__init__()
-        self.w = torch.nn.Parameter(w.clone())
-
-
-@pytest.mark.parametrize("name", ["MetaSGD", "MetaAdam", "MetaAdamW"])
-def test_torchopt(name: str) -> None:
-    """Gradients to the first params through the run, and where it ends."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torchopt = pytest.importorskip("torchopt")
-    start = torch.randn(5, dtype=DOUBLE)
-    x, y = torch.randn(8, 5, dtype=DOUBLE), torch.randn(8, dtype=DOUBLE)
-
-    def mse(w):
-        return (x @ w - y).square().mean() + (w**4).mean()
-
-    numbers = {
-        "MetaSGD": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01},
-        "MetaAdam": {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.01},
-        "MetaAdamW": {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.1},
-    }[name]
-    net = Linear(start)
-    first = net.w
-    meta = getattr(torchopt, name)(net, **numbers)
-    for _ in range(6):
-        meta.step(mse(net.w))
-    (want,) = torch.autograd.grad(mse(net.w), first)
-    ours = getattr(optimi_func, name.removeprefix("Meta").lower())(**numbers)
-
-    def end(p):
-        return unroll(ours, lambda p, _: mse(p), p, None, [()] * 6).params
-
-    # Its bias corrections are float32.
-    torch.testing.assert_close(end(start), net.w.detach(), rtol=0, atol=1e-6)
-    got = grad(lambda p: mse(end(p)))(start)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-    assert (got - grad(mse)(start)).abs().max() > 1e-2

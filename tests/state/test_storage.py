@@ -301,22 +301,6 @@ def test_torchs_state_is_taken_into_codes() -> None:
         assert optimizer.state[p]["step"] == 3
 
 
-def test_optimis_state_is_taken_into_codes() -> None:
-    optimi = pytest.importorskip("optimi")
-    qs = [p.requires_grad_() for p in starts(BF16)]
-    theirs = optimi.AdamW(qs, lr=0.01, betas=(0.9, 0.99))
-    train(theirs, qs, gradients(3))
-    plain = AdamW([p.requires_grad_() for p in starts()], lr=0.01, compile=False)
-    plain.load_state_dict(theirs.state_dict())
-    ps, optimizer = made("adamw", "compact", BF16)
-    optimizer.load_state_dict(theirs.state_dict())
-    assert kept_in_codes(optimizer) == CODED
-    for p, q in zip(ps, plain.param_groups[0]["params"]):
-        now = decoded(adamw(lr=0.1).rule, optimizer.state[p])
-        for name, x in now.items():
-            assert (x - plain.state[q][name].float()).norm() < 0.03 * x.norm()
-
-
 def test_codes_that_lost_their_strides_find_them_again(saved: Any) -> None:
     """As a format that knows no strides has it."""
     optimizer, state = saved["compact"]

@@ -25,7 +25,7 @@ import optimi_func
 from optimi_func import adamw, lion, sgd
 from optimi_func.core.math import norm
 from optimi_func.core.philox import philox
-from optimi_func.schedules import join, linear, one_cycle, warmup_cosine, wsd
+from optimi_func.schedules import warmup_cosine
 from optimi_func.transforms import (
     GradientTransform,
     add_noise,
@@ -249,36 +249,10 @@ ROWS = {
         plain_partition,
         lambda lr, number: partition(("b", lion(lr=number)), rest=adamw_of(lr)),
     ),
-    "linear": Row(
-        scheduled(lambda number: linear(number, 0.5 * number, steps=8)),
-        0.05,
-        plain_schedule(lambda i: 1 - 0.5 * min(i / 8, 1)),
-    ),
     "warmup_cosine": Row(
         scheduled(lambda number: warmup_cosine(number, warmup=3, total=10)),
         0.05,
         plain_schedule(lambda i: i / 3 if i < 3 else cosine_fall(min((i - 3) / 7, 1))),
-    ),
-    "wsd": Row(
-        scheduled(lambda number: wsd(number, warmup=3, total=10, decay=4)),
-        0.05,
-        plain_schedule(lambda i: min(i / 3, 1, max(10 - i, 0) / 4)),
-    ),
-    "one_cycle": Row(
-        scheduled(lambda number: one_cycle(number, total=20, pct_start=0.15)),
-        0.05,
-        plain_schedule(
-            lambda i: (
-                0.04 + 0.96 * (1 - cosine_fall(i / 2))
-                if i <= 2
-                else 4e-6 + (1 - 4e-6) * cosine_fall((i - 2) / 17)
-            )
-        ),
-    ),
-    "join": Row(
-        scheduled(lambda number: join([number, linear(0.0, number, steps=4)], [5])),
-        0.05,
-        plain_schedule(lambda i: 1.0 if i < 5 else min((i - 5) / 4, 1)),
     ),
     "apply_if_finite": Row(
         lambda lr, number: apply_if_finite(adamw_of(lr)),
@@ -930,37 +904,6 @@ def test_patterns_and_predicates_find_dotted_paths() -> None:
     assert alone.step(torch.ones(2), torch.ones(2), alone.init(torch.ones(2)))[
         0
     ].tolist() == [0, 0]
-
-
-class Halves:
-    """An optimizer of a user: two functions, and no options of `init`."""
-
-    def init(self, params: Any) -> Tensor:
-        return torch.zeros(())
-
-    def step(self, params: Any, grads: Any, state: Tensor) -> tuple[Any, Tensor]:
-        return pytree.tree_map(lambda p, g: p - 0.5 * g, params, grads), state + 1
-
-
-AROUND = {
-    "chain": lambda inner: chain(clip_value(10.0), inner),
-    "ema": lambda inner: ema(inner, 0.5),
-    "every_k": lambda inner: every_k(inner, 1),
-    "apply_if_finite": apply_if_finite,
-    "partition": lambda inner: partition(("w", inner), rest=inner),
-    "masked": lambda inner: masked(inner, "*"),
-}
-
-
-@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND.keys())
-def test_an_optimizer_of_two_functions(around: Callable[[Any], Any]) -> None:
-    optimizer, params = around(Halves()), {"w": torch.ones(2), "b": torch.ones(3)}
-    state = optimizer.init(params)
-    params, state = optimizer.step(params, params, state)
-    assert {k: p.tolist() for k, p in params.items()} == {"w": [0.5] * 2, "b": [0.5] * 3}
-    assert 1.0 in [x.item() for x in pytree.tree_leaves(state) if x.dim() == 0]
-    with pytest.raises(TypeError, match="kahan_sum"):
-        optimizer.init(params, kahan_sum=False)
 
 
 def test_a_chain_in_a_chain_is_given_the_extras_of_both() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reference
 import torch
 import transformed_worlds
 import worlds
@@ -160,20 +159,6 @@ def test_rules_and_storages(cls: Any, value: Any, options: dict, name: str) -> N
         tree, state = pure.step(tree, g, state)
     for k, p in params.items():
         assert torch.equal(p.detach(), tree[k]), k
-
-
-def test_against_a_loop_in_float64() -> None:
-    """Clipping, in plain tensors."""
-    params = params_of(torch.float64)
-    start, grads = {k: p.detach().clone() for k, p in params.items()}, grads_of(params, 5)
-    optimizer = AdamW(params.items(), lr=0.05, transforms=[clip_param_norm(0.7)], **EAGER)
-    train(optimizer, params, grads)
-    for k, p in start.items():
-        own = [
-            g[k] * min(1.0, 0.7 / (float((g[k] ** 2).sum()) ** 0.5 + 1e-6)) for g in grads
-        ]
-        want = reference.adamw(p, own, lr=0.05, weight_decay=0.01)[-1]
-        torch.testing.assert_close(params[k].detach(), want, rtol=1e-10, atol=1e-12)
 
 
 def test_all_groups_are_one_chain_and_have_their_own_rates() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
 from torch.utils import _pytree as pytree
 
-from optimi_func import adamw, lion, population, prepare_for_gradient_release, sgd
+from optimi_func import adamw, lion, prepare_for_gradient_release, sgd
 from optimi_func.rules import Optimizer
 from optimi_func.transforms import (
     GradientTransform,
@@ -446,18 +446,6 @@ def test_a_limit_that_is_written_to_is_read_and_checked_by_each_step() -> None:
     limit.fill_(-1.0)
     with pytest.raises(ValueError, match=r"limit=-1\.0: allowed"):
         optimizer.step(p, p, state)
-
-
-def test_a_population_over_a_threshold() -> None:
-    def optimizer(limit: Tensor) -> Any:
-        return chain(clip_value(limit), sgd(lr=1.0))
-
-    limits = torch.tensor([0.1, 0.2, 5.0], dtype=torch.float64)
-    members = population.init(optimizer, {"w": torch.zeros(2)}, {"limit": limits}, n=3)
-    g = {"w": -torch.ones(3, 2)}
-    for _ in range(2):
-        members = population.step(optimizer, members, g)
-    assert members.params["w"][:, 0].tolist() == pytest.approx([0.2, 0.4, 2.0])
 
 
 BAD_NUMBERS: list[tuple[Any, type[Exception], str]] = [

@@ -1,6 +1,8 @@
-"""The codecs of moments and compensations, and steps of `exact` against float32."""
+"""The codecs of moments and compensations, `exact` beside float32, errors of updates."""
 
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -333,3 +335,60 @@ def test_float16_weights_that_are_not_normal_follow_small_steps() -> None:
         p, state = optimizer.step(p, g, state)
     x = widen(p, state.leaves.kahan_comp, torch.float32)[1].double()
     assert torch.allclose(x - start, torch.full((3,), 2e-7).double(), rtol=0.2)
+
+
+# How far codes move updates
+
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def benchmark_of_errors(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """benchmarks/storage.py, whose table has these numbers too."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    known = set(sys.modules)
+    import storage
+
+    yield storage
+    for name in ("storage", "step_time", "harness"):
+        if name not in known:
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "error", "largest"),
+    [
+        row("stationary", 60, 0.07, 1.7, id="stationary"),
+        row("spikes", 60, 0.3, 4.0, id="spikes"),
+        row("1e-8", 60, 0.07, 1.7, id="1e-8"),
+        row("falls", 60, 0.07, 1.7, id="falls"),
+        row("stationary", 400, 0.12, 1.7, id="stationary, long", tier="full"),
+        row("spikes", 400, 0.5, 8.0, id="spikes, long", tier="full"),
+        row("1e-8", 400, 0.12, 1.7, id="1e-8, long", tier="full"),
+        row("falls", 400, 0.2, 1.7, id="falls, long", tier="full"),
+    ],
+)
+def test_updates_stay_near_float32s(
+    benchmark_of_errors: Any, kind: str, steps: int, error: float, largest: float
+) -> None:
+    found = benchmark_of_errors.errors(["8bit"], kind, steps=steps)["8bit"]
+    assert 0 < found["error"] <= error
+    assert 1 < found["largest"] <= largest
+
+
+def test_what_is_measured_is_stored_in_codes() -> None:
+    p = torch.zeros(512, 64)
+    state = optimi_func.adamw_init(p, storage=Storage(moments="8bit"))
+    assert [x.dtype for x in state.leaves.exp_avg] == [torch.int8, torch.float32]
+    assert [x.dtype for x in state.leaves.exp_avg_sq] == [torch.uint8, torch.float32]
+
+
+def test_the_measure_tells_codes_apart(benchmark_of_errors: Any) -> None:
+    """A second moment that rounds to 0, and a map that falls in powers of ten."""
+    names = ["8bit", "FlashOptim, simulated", "bitsandbytes, simulated"]
+    found = benchmark_of_errors.errors(names, "stationary", steps=30)
+    own, *others = [found[name] for name in names]
+    for other in others:
+        assert other["error"] > 1.5 * own["error"]
+        assert other["largest"] > 2 * own["largest"]

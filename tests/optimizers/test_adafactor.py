@@ -53,20 +53,6 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", [*OPTIONS, {"lr": 0.9}], ids=str)
-def test_equals_torch(options: dict[str, Any]) -> None:
-    """lr=0.9 is above 1 / sqrt(t), by which torch steps then."""
-    options = {"lr": 1e-2, "eps": (None, 1e-3), **options}
-    theirs = dict(options)
-    for name, torchs in (("clip_threshold", "d"), ("decay_rate", "beta2_decay")):
-        if name in theirs:
-            theirs[torchs] = theirs.pop(name)
-    assert_alike(
-        lambda ps: Adafactor(ps, torch_form=True, **options, **EAGER),
-        lambda ps: torch.optim.Adafactor(ps, **theirs),
-    )
-
-
 MORE: list[dict[str, Any]] = [
     {"beta1": 0.9},
     {"scale_parameter": True},

@@ -73,50 +73,6 @@ def test_every_option_changes_the_answer(case: Case) -> None:
         assert (changed - plain).abs().max() > 1e-6, name
 
 
-def test_float_dampening_starts_as_torch_does() -> None:
-    # In the table `dampening=0.4` is compared with the reference; this is the twin.
-    p, grads = problem(steps=5)
-    twin = torch.nn.Parameter(p.clone())
-    torch_sgd = torch.optim.SGD([twin], lr=LR, momentum=0.9, dampening=0.4)
-    for g in grads:
-        twin.grad = g.clone()
-        torch_sgd.step()
-    ours = run(Case("sgd", {"momentum": 0.9, "dampening": 0.4}), p, grads)
-    assert_moved_alike(p, ours[-1], twin.detach(), 1e-12)
-
-
-TWINS = [
-    (torch.optim.SGD, "SGD", {}),
-    (torch.optim.SGD, "SGD", {"momentum": 0.9}),
-    (torch.optim.SGD, "SGD", {"momentum": 0.9, "nesterov": True}),
-    (torch.optim.SGD, "SGD", {"momentum": 0.9, "weight_decay": 0.1}),
-    (torch.optim.SGD, "SGD", {"momentum": 0.9, "dampening": 0.3, "maximize": True}),
-    (torch.optim.Adam, "Adam", {"weight_decay": 0.1, "betas": (0.9, 0.999)}),
-    (torch.optim.Adam, "Adam", {"amsgrad": True, "betas": (0.5, 0.9)}),
-    (torch.optim.AdamW, "AdamW", {"weight_decay": 0.1, "eps": 1e-8}),
-    (torch.optim.AdamW, "AdamW", {"amsgrad": True, "maximize": True}),
-    # torch's RAdam adds eps to the root of the uncorrected v.
-    (torch.optim.RAdam, "RAdam", {"eps": 0.0, "weight_decay": 0.1}),
-]
-
-
-@pytest.mark.parametrize(("theirs", "ours", "options"), TWINS, ids=str)
-def test_equals_torch(theirs, ours: str, options) -> None:
-    p, grads = problem()
-    shared = {"lr": LR, **options}
-    if ours != "SGD":
-        shared = {"betas": (0.9, 0.99), "eps": 1e-6, **shared}
-    pair = []
-    for make, more in ((theirs, {}), (getattr(optimi_func, ours), {"compile": False})):
-        q = torch.nn.Parameter(p.clone())
-        optimizer = make([q], **shared, **more)
-        for g in grads:
-            q.grad = g.clone()
-            optimizer.step()
-        pair.append(q.detach())
-    assert_moved_alike(p, pair[1], pair[0], 1e-12)
-
-
 @pytest.mark.parametrize(
     "name",
     [

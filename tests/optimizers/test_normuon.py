@@ -9,7 +9,7 @@ import torch
 from cases import assert_moved_alike
 from torch import Tensor, nn
 
-from optimi_func import Muon, MuonAdamW, NorMuon, normuon
+from optimi_func import Muon, NorMuon, normuon
 from optimi_func.optimizers.muon import TABLES
 
 EAGER: dict[str, Any] = {"compile": False}
@@ -130,27 +130,6 @@ def test_the_rows_are_float32_and_muons_states_do_not_load() -> None:
         NorMuon([p], row_beta=1.0)
     with pytest.raises(ValueError, match=r"torch.optim has no NorMuon"):
         optimizer.torch_state_dict()
-
-
-def test_row_beta_of_muonadamw_is_normuon() -> None:
-    def ended(**more: Any) -> tuple[Any, list[Tensor]]:
-        torch.manual_seed(2)
-        model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
-        optimizer = MuonAdamW(model, lr=0.01, **more, **EAGER)
-        for _ in range(3):
-            model(torch.ones(2, 3)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return optimizer, [p.detach() for p in model.parameters()]
-
-    usual, before = ended()
-    made, after = ended(row_beta=0.95)
-    assert usual.param_groups[0]["rule"] == "muon"
-    (first, *_) = made.param_groups
-    assert (first["rule"], first["row_beta"]) == ("normuon", 0.95)
-    assert not torch.equal(before[0], after[0])
-    _, other = ended(row_beta=0.1)
-    assert not torch.equal(other[0], after[0])
 
 
 def test_deepseeks_coefficients_reach_one() -> None:

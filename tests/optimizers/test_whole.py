@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 import optimi_func
-from optimi_func import Muon, muon, muon_init, muon_step
+from optimi_func import Muon, muon
 from optimi_func.optimizers.muon import TABLES
 
 EAGER: dict[str, Any] = {"compile": False}
@@ -338,15 +338,3 @@ def test_parts_of_a_gradient_in_the_momentum(nesterov: bool) -> None:
         move = reference.rms_scale(5, 4) * reference.orthogonalized(d)
         want = want - LR * move - LR * 0.1 * want
     assert_moved_alike(start, p.detach(), want, 1e-12)
-
-
-def test_the_pure_step_of_a_tree() -> None:
-    p, grads = problem((6, 4), steps=5)
-    tree = {"a": p, "b": [p.reshape(4, 6), p.reshape(2, 3, 4)]}
-    state, now = muon_init(tree), tree
-    for g in grads:
-        gs = {"a": g, "b": [g.reshape(4, 6), g.reshape(2, 3, 4)]}
-        now, state = muon_step(now, gs, state, lr=LR)
-    for x, g in ((now["a"], grads), (now["b"][0], [g.reshape(4, 6) for g in grads])):
-        start = p.reshape(x.shape)
-        assert_moved_alike(start, x, reference.muon(start, g, lr=LR)[-1], 1e-12)

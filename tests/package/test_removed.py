@@ -96,12 +96,6 @@ def test_a_method_says_what_to_use(name: str, text: str) -> None:
         getattr(optimizer, name)
 
 
-def test_a_tree_of_betas_names_partition() -> None:
-    betas: Any = {"w": (0.9, 0.99)}
-    with pytest.raises(TypeError, match=r"betas=\{.*partition"):
-        adamw(lr=0.1, betas=betas)
-
-
 def test_every_row_of_the_table_is_tried() -> None:
     tried = {name for _, name, _ in [*NAMES, *ARGUMENTS]} | {name for name, _ in METHODS}
     assert tried == REMOVED.keys()

@@ -17,7 +17,6 @@ import torch
 from forked import run_script
 from own_rules import Sophia
 from torch import Tensor, nn
-from torch.func import grad, vmap
 
 import optimi_func
 from optimi_func import (
@@ -33,7 +32,6 @@ from optimi_func.classes.base import BaseOptimizer
 from optimi_func.execution import kernels
 from optimi_func.optimizers import mixed
 from optimi_func.rules import Optimizer, SecondMoment, Wide, check_number
-from optimi_func.transforms import chain, clip_global_norm
 
 # Rules
 
@@ -255,26 +253,6 @@ class Wider(Optimizer):
 # Gradient release
 
 
-def test_accumulating_in_states() -> None:
-    def run(cls: Any, accumulation: Any) -> Tensor:
-        torch.manual_seed(0)
-        net = nn.Linear(5, 3, bias=False).double()
-        optimizer = cls(net.parameters(), lr=0.1, gradient_release=True, compile=False)
-        handle = prepare_for_gradient_release(
-            net, optimizer, accumulation_steps=2, accumulation=accumulation
-        )
-        for i in range(6):
-            net(
-                torch.arange(10.0).reshape(2, 5).double() * (i - 2)
-            ).square().sum().backward()
-        handle.remove()
-        return net.weight.detach()
-
-    torch.testing.assert_close(run(SignSGD, "states"), run(SignSGD, "buffer"))
-    with pytest.raises(ValueError, match=r"AdaBelief .* is no sum.*define accumulate"):
-        run(AdaBelief, "states")
-
-
 # Saving
 
 
@@ -357,20 +335,6 @@ def test_a_class_of_main_in_two_processes(tmp_path: Any) -> None:
 # Transforms, populations, derivatives
 
 
-@pytest.mark.parametrize("cls", [SignSGD, AdaBelief, Orthogonal])
-def test_transforms_and_populations(cls: type[Optimizer]) -> None:
-    p, g = start()[0], gradients()[0][0]
-    plain = cls.pure(lr=0.1).step(p, g, cls.pure(lr=0.1).init(p))[0]
-    clipped = chain(clip_global_norm(1e9), cls.pure(lr=0.1))
-    torch.testing.assert_close(clipped.step(p, g, clipped.init(p))[0], plain)
-    members = population.init(cls.pure, p, {"lr": torch.tensor([0.1, 0.2])}, n=2)
-    after = population.step(cls.pure, members, torch.stack([g, g])).params
-    torch.testing.assert_close(after[0], plain)
-    assert not torch.equal(after[0], after[1])
-    scheduled = cls.pure(lr=lambda step: 0.1 * (step + 1))
-    torch.testing.assert_close(scheduled.step(p, g, scheduled.init(p))[0], plain)
-
-
 def test_a_population_over_a_hyperparameter_of_its_own() -> None:
     p, gs = start()[0], [x[0] for x in gradients()]
     rates = torch.tensor([0.5, 0.9], dtype=torch.float64)
@@ -384,33 +348,6 @@ def test_a_population_over_a_hyperparameter_of_its_own() -> None:
             want, state = SignSGD.pure(lr=0.1, momentum=rate).step(want, g, state)
         torch.testing.assert_close(row, want, rtol=1e-6, atol=1e-6)
     assert not torch.equal(*members.params)
-
-
-@pytest.mark.parametrize("name", ["lr", "b1", "b2", "eps"])
-def test_hypergradients_are_finite_and_right(name: str) -> None:
-    p, gs = start()[0], [x[0] for x in gradients()]
-    at = {"lr": 0.1, "b1": 0.8, "b2": 0.9, "eps": 5e-4}
-
-    def after(x: Any) -> Any:
-        h = {**at, name: x}
-        value = AdaBelief.pure(lr=h["lr"], betas=(h["b1"], h["b2"]), eps=h["eps"])
-        q, state = p, value.init(p)
-        for g in gs:
-            q, state = value.step(q, g, state)
-        return q.square().sum()
-
-    found = grad(after)(torch.tensor(at[name], dtype=torch.float64))
-    step = 1e-6
-    about = (after(at[name] + step) - after(at[name] - step)) / (2 * step)
-    torch.testing.assert_close(found, about, rtol=1e-4, atol=1e-6)
-    # At gradients, states and betas of 0, where a plain root and power have NaN.
-    zeros = torch.zeros(3, dtype=torch.float64)
-
-    def at_zero(x: Tensor) -> Tensor:
-        value = AdaBelief.pure(lr=0.1, betas=(x, x), eps=1e-8)
-        return value.step(zeros, zeros * x, value.init(zeros))[0].sum()
-
-    assert grad(at_zero)(torch.tensor(0.0, dtype=torch.float64)).isfinite()
 
 
 def test_extras_are_given_to_the_pure_step() -> None:
@@ -685,35 +622,10 @@ class Explicit(Lifted):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_explicit_coeffs_are_the_lifted_ones(dtype: torch.dtype) -> None:
-    first, grads = start(dtype), gradients(dtype)
-
-    def moved(cls: type[Optimizer], hyper: Any) -> list[Tensor]:
-        ps, value = first, cls.pure(**hyper)
-        state = value.init(ps)
-        for gs in grads:
-            ps, state = value.step(ps, gs, state)
-        return ps
-
-    def slopes(cls: type[Optimizer]) -> Tensor:
-        def after(b: Tensor) -> Tensor:
-            return moved(cls, {"lr": 0.1, "betas": (0.9, b)})[0].sum()
-
-        return vmap(grad(after))(torch.tensor([0.9, 0.99], dtype=torch.float64))
-
-    rate = torch.tensor(0.9, dtype=torch.float64)
-    hypers: list[Any] = [
-        {"lr": 0.1},
-        {"lr": 0.1, "betas": (0.8, rate)},
-        {"lr": lambda step: 0.1 / (step + 1)},
-    ]
-    for hyper in hypers:
-        for x, y in zip(moved(Lifted, hyper), moved(Explicit, hyper), strict=True):
-            assert torch.equal(x, y)
-    for how in ({"compile": False}, {"foreach": True}):
-        for x, y in zip(stepped(Lifted, **how), stepped(Explicit, **how), strict=True):
-            assert torch.equal(x, y)
-    torch.testing.assert_close(slopes(Lifted), slopes(Explicit))
+@pytest.mark.parametrize("how", [{"compile": False}, {"foreach": True}], ids=str)
+def test_explicit_coeffs_are_the_lifted_ones(dtype: torch.dtype, how: Any) -> None:
+    lifted, explicit = (stepped(x, dtype, **how) for x in (Lifted, Explicit))
+    assert all(map(torch.equal, lifted, explicit))
 
 
 def test_explicit_coeffs_are_called_at_every_step() -> None:
@@ -785,30 +697,6 @@ def test_coeffs_that_are_refused(coeffs: Any, text: str) -> None:
         value.step(CONSTANT, CONSTANT.clone(), value.init(CONSTANT))
 
 
-def test_a_state_may_be_empty() -> None:
-    class Plain(Optimizer):
-        momentum: bool = False
-
-        class Empty(NamedTuple):
-            pass
-
-        @property
-        def State(self) -> Any:
-            return One if self.momentum else self.Empty
-
-        def direction(self, g: Tensor, s: Any):
-            if not self.momentum:
-                return g, self.State()
-            m = 0.5 * s.m + 2 * g
-            return m, self.State(m)
-
-    p = torch.ones(2)
-    for momentum in (False, True):
-        value = Plain.pure(lr=0.1, momentum=momentum)
-        moved = value.step(p, p, value.init(p))[0]
-        torch.testing.assert_close(moved, p - (0.2 if momentum else 0.1))
-
-
 def test_whole_takes_its_arguments_by_name() -> None:
     class Timed(Optimizer):
         def direction(self, gradient: Tensor):
@@ -820,83 +708,6 @@ def test_whole_takes_its_arguments_by_name() -> None:
     p = torch.ones(2)
     value = Timed.pure(lr=0.1)
     torch.testing.assert_close(value.step(p, p, value.init(p))[0], p - 0.2)
-
-
-def test_an_eval_point() -> None:
-    class Averaged(Optimizer):
-        class State(NamedTuple):
-            mean: Wide
-
-        def init(self, p: Tensor) -> Any:
-            return self.State(p)
-
-        def direction(self, g: Tensor, s: State):
-            return g, s
-
-        def after(self, x: Tensor, u: Tensor, s: State):
-            return u, self.State(0.5 * s.mean + 0.5 * (x + u))
-
-        def eval_point(self, s: State):
-            return s.mean
-
-    p = torch.ones(2)
-    value = Averaged.pure(lr=0.5)
-    q, state = value.step(p, p, value.init(p))
-    assert (q[0].item(), value.eval_params(q, state)[0].item()) == (0.5, 0.75)
-
-
-class Operations(Optimizer):
-    """Operations that executors could tell apart, and static options."""
-
-    momentum: float = 0.9
-    limit: float = 3.0
-    kind: str = "a"
-    none: float | None = None
-    power: int = 2
-
-    class State(NamedTuple):
-        m: Tensor
-
-    def direction(self, g: Tensor, s: State, t: float, x: Tensor):
-        m = self.momentum * s.m + g**self.power * g.sign()
-        d = torch.where(g > 0, m, 2 * m) if self.kind == "a" else m
-        d = torch.where((g >= 0.1) & (m != 5) | ~(g < 2), d, abs(d) ** 0.5 * d.sign())
-        d = torch.where(t < 3, d, d * torch.exp(-self.momentum / t))  # type: ignore
-        warm = torch.where((t > 2) & (t <= 4), 0.5, torch.minimum(t, self.momentum))  # type: ignore
-        d = d.clamp(-self.limit, self.limit) + 0.1 * x.tanh() - d.square() ** 0.25
-        return torch.maximum(d, -d) * d.sign() * warm + 2 ** -d.abs(), self.State(m)
-
-
-def operations(**options: Any) -> list[Tensor]:
-    """Three steps of these operations by hand."""
-    o: dict[str, Any] = {"kind": "a", "power": 2, **options}
-    ps, ms = start(), [torch.zeros_like(p) for p in start()]
-    for t, gs in enumerate(gradients(), 1):
-        for i, (x, g) in enumerate(zip(ps, gs)):
-            ms[i] = m = 0.9 * ms[i] + g ** o["power"] * g.sign()
-            d = torch.where(g > 0, m, 2 * m) if o["kind"] == "a" else m
-            d = torch.where((g >= 0.1) | (g >= 2), d, d.abs().sqrt() * d.sign())
-            d = d if t < 3 else d * math.exp(-0.9 / t)
-            warm = 0.5 if 2 < t <= 4 else 0.9
-            d = d.clamp(-3.0, 3.0) + 0.1 * x.tanh() - d.abs().sqrt()
-            ps[i] = x - 0.05 * (d * warm + 2 ** -d.abs()) - 0.05 * 0.1 * x
-    return ps
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"compile": False},
-        {"foreach": True},
-        pytest.param({"compile": True}, marks=pytest.mark.full),
-    ],
-    ids=str,
-)
-def test_operations_are_the_same_in_all_executors(how: dict[str, Any]) -> None:
-    assert Operations.pure.choices == ("kind", "none", "power")  # type: ignore
-    assert_close(stepped(Operations, **how), operations())
-    for options in ({"kind": "b"}, {"power": 3}) if not how.get("compile") else ():
-        assert_close(stepped(Operations, **options, **how), operations(**options))
 
 
 @pytest.mark.parametrize(
@@ -932,20 +743,6 @@ def test_scalars_have_the_infinities_of_tensors(fn: Any, want: float) -> None:
         value = Scalars.pure(lr=1.0, b=b)
         got = value.step(torch.zeros(2), p, value.init(p))[0]
         torch.testing.assert_close(got, torch.full((2,), -want), equal_nan=True)
-
-
-@pytest.mark.full
-def test_a_population_in_one_graph() -> None:
-    hyper = {"lr": torch.tensor([0.1, 0.2]), "momentum": torch.tensor([0.5, 0.9])}
-    members, g = population.init(SignSGD.pure, start(), hyper, n=2), gradients()[0]
-    grads = [torch.stack([x, 2 * x]) for x in g]
-
-    def step(members: Any, grads: Any) -> Any:
-        return population.step(SignSGD.pure, members, grads)
-
-    found = torch.compile(step, fullgraph=True, backend="eager")(members, grads)
-    for x, y in zip(found.params, step(members, grads).params, strict=True):
-        torch.testing.assert_close(x, y)
 
 
 # Refusals
@@ -1121,6 +918,10 @@ def test_refused_at_use() -> None:
             return self.scale * g
 
     Whole.pure(lr=0.1)
+    net = nn.Linear(5, 3)
+    optimizer = AdaBelief(net.parameters(), lr=0.1, gradient_release=True)
+    with pytest.raises(ValueError, match=r"AdaBelief .* is no sum.*define accumulate"):
+        prepare_for_gradient_release(net, optimizer, accumulation="states")
     with pytest.raises(ValueError, match="Wrong: decay='coupled': allowed are"):
 
         class Wrong(Optimizer, decay="coupled"):  # type: ignore

@@ -1,7 +1,6 @@
 """What other programs keep in an optimizer's state: it is theirs, and stays as it is.
 
-Lookahead and ScheduleFree do to `state[p]` what timm's Lookahead and schedulefree's wrapper
-do, statement by statement.
+Lookahead does to `state[p]` what timm's Lookahead does, statement by statement.
 """
 
 import copy
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from schedulefree import ScheduleFreeWrapper
 from torch import Tensor
 
 import optimi_func
@@ -57,47 +57,12 @@ class Lookahead:
         self.base.load_state_dict(state_dict)
 
 
-class ScheduleFree:
-    """schedulefree.ScheduleFreeWrapper in train mode: `z` is there before any step is."""
+class ScheduleFree(ScheduleFreeWrapper):
+    """schedulefree's wrapper in train mode: `z` is there before any step is."""
 
-    def __init__(self, base: Any, momentum: float = 0.9) -> None:
-        self.base, self.momentum = base, momentum
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.base.param_groups:
-            for p in group["params"]:
-                state = self.base.state[p]
-                if "z" not in state:
-                    state["z"] = torch.clone(p)
-                z = state["z"]
-                p.lerp_(end=z, weight=1 - 1 / self.momentum)
-                self.swap(z, p)
-        self.base.step()
-        for group in self.base.param_groups:
-            k, lr = group.get("k", 0), group["lr"] * group.get("d", 1.0)
-            lr_max = group["lr_max"] = max(lr, group.get("lr_max", 0))
-            weight = lr_max**2
-            weight_sum = group["weight_sum"] = group.get("weight_sum", 0.0) + weight
-            for p in group["params"]:
-                state = self.base.state[p]
-                z = state["z"]
-                self.swap(z, p)
-                p.lerp_(end=z, weight=weight / weight_sum)
-                p.lerp_(end=state["z"], weight=1 - self.momentum)
-            group["k"] = k + 1
-
-    @staticmethod
-    def swap(x: Tensor, y: Tensor) -> None:
-        x.add_(y)
-        torch.sub(x, y, out=y)
-        x.sub_(y)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.base.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.base.load_state_dict(state_dict)
+    def __init__(self, base: Any) -> None:
+        super().__init__(base)
+        self.train_mode = True
 
 
 def params(dtype: torch.dtype = torch.float32) -> list[Tensor]:

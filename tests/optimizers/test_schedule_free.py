@@ -68,7 +68,7 @@ def test_values_are_evaluated_where_classes_are(name: str) -> None:
         q, state = value.step(q, g, state)
         if i > 4:  # RAdam's first four move nothing
             optimizer.eval()
-            # Which is schedulefree's: tests/optimizers/test_other_packages.py.
+            # Which is schedulefree's: test_formulas.py.
             assert_moved_alike(p, value.eval_params(q, state), w.detach(), 1e-11)
             optimizer.train()
 

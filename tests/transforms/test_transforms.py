@@ -1291,17 +1291,6 @@ def test_noise_of_0_adds_nothing() -> None:
 # Kept and given
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_a_copy_of_a_chain_steps_alike(copied: Any) -> None:
-    gradient = [clip_value(1.0), clip_param_norm(0.9), clip_global_norm(1.0), centralize()]
-    inner = chain(*gradient, add_noise(0.1, seed=3), adamw(lr=0.1))
-    other = copied(inner)
-    p, g = {"w": torch.ones(2, 2)}, {"w": torch.tensor([[1.0, 2.0], [3.0, -4.0]])}
-    (a, s), (b, t) = (o.step(p, g, o.init(p)) for o in (inner, other))
-    for x, y in zip(pytree.tree_leaves((a, s)), pytree.tree_leaves((b, t))):
-        assert torch.equal(x, y)
-
-
 SCHEDULED = {
     "lr": lambda schedule: sgd(lr=schedule),
     "limit": lambda schedule: chain(clip_value(schedule), sgd(lr=0.1)),

@@ -19,6 +19,7 @@ from optimi_func.transforms import (
     GradientTransform,
     add_noise,
     apply_if_finite,
+    centralize,
     chain,
     clip_global_norm,
     clip_param_norm,
@@ -480,7 +481,8 @@ def pickled(x: Any) -> Any:
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 def test_copies_and_saved_states(copied: Any, tmp_path) -> None:
     params, grads = problem(6)
-    parts = clip_value(1.0), adamw(lr=0.1), scale(0.5), add_noise(0.01, seed=1)
+    before = clip_value(1.0), clip_param_norm(0.9), clip_global_norm(1.0), centralize()
+    parts = *before, adamw(lr=0.1), scale(0.5), add_noise(0.01, seed=1)
     optimizer = ema(chain(*parts), 0.9)
     other = copied(optimizer)
     state = other.init(params)

@@ -116,56 +116,23 @@ def test_two_groups_follow_the_paper(options: dict, share: bool, lrs: list[float
     assert (found[-1][0] == found[-1][1]) == share
 
 
-def authors(
-    starts: list[Tensor], targets: list[Tensor], lrs: list[float], new_d: bool
-) -> tuple[list[Tensor], float]:
-    """The steps of the authors' package, as a formula, with the defaults of its arguments.
+@pytest.mark.parametrize(("eps", "far"), [(1e-8, 1e-3), (1e-25, 1e-9)])
+def test_pytorch_optimizer_steps_alike_but_for_the_d_at_eps(eps: float, far: float) -> None:
+    """Its d at eps, and that of the authors, is the new one, which differs while d grows."""
+    import pytorch_optimizer
 
-    In two passes over the parameters: the first collects the sums, and the second moves,
-    with the new d at eps. new_d=False has the old one there.
-    """
-    ps, x0 = [p.clone() for p in starts], starts
-    m, v, s = ([torch.zeros_like(p) for p in ps] for _ in range(3))
-    d0 = d = d_max = 1e-6
-    numerator, b1, b2, eps = 0.0, 0.9, 0.999, 1e-8
-    b3 = math.sqrt(b2)
-    for lr in lrs:
-        dlr, before = d * lr, d
-        numerator, denominator = numerator * b3, 0.0
-        for i, (p, target) in enumerate(zip(ps, targets)):
-            g = p - target
-            numerator += (
-                (d / d0) * dlr * torch.dot(g.flatten(), (x0[i] - p).flatten()).item()
-            )
-            m[i] = m[i] * b1 + g * (d * (1 - b1))
-            v[i] = v[i] * b2 + g * g * (d * d * (1 - b2))
-            s[i] = s[i] * b3 + g * ((d / d0) * dlr)
-            denominator += s[i].abs().sum().item()
-        d_hat = numerator / denominator
-        if d == d0:
-            d = max(d, d_hat)
-        d_max = max(d_max, d_hat)
-        d = min(d_max, d * math.inf)
-        for i, p in enumerate(ps):
-            ps[i] = p - dlr * m[i] / (v[i].sqrt() + (d if new_d else before) * eps)
-    return ps, d
-
-
-def test_the_authors_steps_but_for_the_d_at_eps() -> None:
     starts, targets = problem()
-    lrs = LRS["cosine"]
-    every = [[x for some in both for x in some] for both in (starts, targets)]
-    ps, optimizer = made(share_d=True)
-    train(optimizer, ps, targets, lrs)
-    ours, start = flat([x for some in ps for x in some]), flat(every[0])
-    same, d = authors(*every, lrs, new_d=False)
-    assert_moved_alike(start, ours, flat(same), 1e-11)
-    assert optimizer.param_groups[0]["d"] == pytest.approx(d, rel=1e-11)
-    # Theirs differs by what eps is multiplied by, while d grows.
-    theirs, d = authors(*every, lrs, new_d=True)
-    assert_moved_alike(start, ours, flat(theirs), 1e-3)
-    assert not torch.equal(flat(theirs), flat(same))
-    assert optimizer.param_groups[0]["d"] == pytest.approx(d, rel=1e-3)
+    ps, optimizer = made(share_d=True, eps=eps)
+    train(optimizer, ps, targets, LRS["cosine"])
+    qs = [[p.clone().requires_grad_() for some in starts for p in some]]
+    usual: dict[str, Any] = {"betas": (0.9, 0.999), "weight_decay": 0.0}
+    theirs = pytorch_optimizer.Prodigy(qs[0], lr=1.0, eps=eps, **usual)
+    goals = [[x for some in targets for x in some]]
+    (*_, (d,)) = train(theirs, qs, goals, LRS["cosine"])
+    start = flat([x for some in starts for x in some])
+    ours = flat([x for some in ps for x in some])
+    assert_moved_alike(start, ours, flat(qs[0]), far)
+    assert optimizer.param_groups[0]["d"] == pytest.approx(d, rel=far)
 
 
 def test_lr_needs_no_tuning_whatever_the_scale() -> None:

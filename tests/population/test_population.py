@@ -579,203 +579,142 @@ def test_perturb() -> None:
 TWO = {"a": torch.ones(3, 2), "b": torch.ones(3)}
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "text"),
-    [
-        (lambda: population.init(adamw, Net(), {"lr": 0.1}, n=0), ValueError, "n=0"),
-        (lambda: population.init(adamw, Net(), {"lr": 0.1}, n=2.5), ValueError, "n=2.5"),
-        (
-            lambda: population.init(adamw, Net(), {"lr": 0.1}),
-            ValueError,
-            "n=None with one Net",
-        ),
-        (
-            lambda: population.init(adamw, [Net(), Net()], {"lr": 0.1}, n=3),
-            *(ValueError, "n=3 with a list of 2 modules"),
-        ),
-        (lambda: population.init(adamw, 3.0, {"lr": 0.1}), TypeError, "source holds float"),
-        (
-            lambda: population.init(adamw, TWO, {"lr": torch.ones(4)}),
-            *(ValueError, r"hyper\['lr'\] has 4 members.*params\['a'\] has 3"),
-        ),
-        (
-            lambda: population.init(adamw, {**TWO, "b": torch.ones(4)}, {"lr": 0.1}),
-            *(ValueError, r"params\['b'\] has 4 members along axis 0 of \(4,\)"),
-        ),
-        (
-            lambda: population.init(adamw, {"a": torch.ones(())}, {"lr": 0.1}),
-            *(ValueError, r"params\['a'\] has shape \(\): no axis 0"),
-        ),
-        (
-            lambda: population.init(adamw, TWO, {"lr": 0.1, "amsgrad": True}),
-            *(TypeError, r"hyper\['amsgrad'\]=True: allowed are numbers.*partial"),
-        ),
-        (
-            lambda: population.init(adamw, TWO, {"lr": 0.1, "speed": 1.0}),
-            *(TypeError, "adamw has no argument 'speed': allowed are"),
-        ),
-        (
-            lambda: population.init(adamw(lr=0.1), TWO, {"lr": 0.1}),
-            *(TypeError, r"hyper has \['lr'\], but every hyperparameter.*factory"),
-        ),
-        (
-            lambda: population.init(torch.optim.AdamW, TWO),
-            TypeError,
-            "allowed are factories",
-        ),
-        (lambda: population.vmap_step(adamw, (0, 0, 0)), ValueError, "allowed are four"),
-        (
-            lambda: population.vmap_step(sgd, ("0", 0, 0, 0))(*three(), {"lr": 0.1}),
-            *(TypeError, "in_axes has '0' for params"),
-        ),
-        (
-            lambda: population.vmap_step(sgd, ({"c": 0}, 0, 0, 0))(*three(), {"lr": 0.1}),
-            *(ValueError, "no prefix of params"),
-        ),
-        (
-            lambda: population.vmap_step(sgd, (None,) * 4)(*three(), {"lr": 0.1}),
-            *(ValueError, "no leaf of params, grads, state, hyper has members"),
-        ),
-        (
-            lambda: population.vmap_step(sgd)(*three(), {"lr": torch.ones(2)}),
-            *(ValueError, r"hyper\['lr'\] has 2 members"),
-        ),
-        (
-            lambda: population.step(sgd, trained(), {**TWO, "b": torch.ones(2)}),
-            *(ValueError, r"grads\['b'\] has 2 members.*params\['a'\] has 3"),
-        ),
-        (
-            lambda: population.evaluate(
-                lambda p, x: x, trained(), torch.ones(4), in_axes=0
-            ),
-            *(ValueError, r"data\[0\] has 4 members"),
-        ),
-        (
-            lambda: population.evaluate(
-                lambda p, x: x, trained(), TWO["b"], in_axes=(0, 0)
-            ),
-            *(ValueError, r"in_axes=\(0, 0\) has 2 entries.*1 data"),
-        ),
-        (
-            lambda: population.loss_and_grad(lambda p: p["a"], trained()),
-            *(ValueError, r"a loss of shape \(2,\): allowed is a scalar"),
-        ),
-        (
-            lambda: population.loss_and_grad(lambda p: 1.0, trained()),
-            *(TypeError, "loss_fn returned float"),
-        ),
-        (
-            lambda: population.loss_and_grad(lambda p: p["b"], trained(), has_aux=True),
-            *(TypeError, r"has to be \(loss, aux\)"),
-        ),
-        (lambda: population.stack([]), ValueError, "at least one"),
-        (
-            lambda: population.stack([TWO, {"a": TWO["a"]}]),
-            *(ValueError, r"trees\[1\] differs"),
-        ),
-        (
-            lambda: population.stack([TWO, {**TWO, "b": torch.ones(2)}]),
-            *(ValueError, r"trees\[1\]\['b'\] has shape \(2,\)"),
-        ),
-        (lambda: population.select(TWO, [3]), IndexError, "index has 3: .* 0 to 2"),
-        (lambda: population.select(TWO, [-1]), IndexError, "index has -1"),
-        (lambda: population.select(TWO, [0.5]), IndexError, "lists of indices"),
-        (
-            lambda: population.select(TWO, torch.tensor([True])),
-            *(IndexError, r"\(1,\) bools, the population 3"),
-        ),
-        (lambda: population.clone(TWO, [0], [5]), IndexError, "into has 5"),
-        (lambda: population.clone(TWO, [0, 1], [2]), ValueError, "source has 2 members"),
-        (lambda: population.clone(TWO, [0, 1], [2, 2]), ValueError, "a member twice"),
-        (
-            lambda: population.perturb(trained(), factors={"speed": (2.0,)}),
-            *(ValueError, "no hyperparameter 'speed'"),
-        ),
-        (
-            lambda: population.perturb(trained(), factors={"lr": ()}),
-            *(ValueError, r"factors\['lr'\]=\(\)"),
-        ),
-        (
-            lambda: population.perturb(trained(), factors={"lr": (0.0,)}),
-            ValueError,
-            "positive",
-        ),
-        (
-            lambda: population.perturb(trained(), factors={"lr": (math.nan,)}),
-            *(ValueError, r"factors\['lr'\]=\(nan,\)"),
-        ),
-        (
-            lambda: population.perturb(trained(), factors={"lr": 2.0}),
-            *(ValueError, r"factors\['lr'\]=2\.0"),
-        ),
-        (lambda: population.perturb(TWO, factors={}), TypeError, "allowed is a Population"),
-        (lambda: population.step(sgd, TWO, TWO), TypeError, "allowed is a Population"),
-        (lambda: population.select(TWO, 0), TypeError, "index=0: allowed are lists"),
-        (
-            lambda: population.step(
-                sgd, trained(), population.select(TWO, [1, 1]), index=[1, 1]
-            ),
-            *(ValueError, r"index=\[1, 1\] names a member twice"),
-        ),
-        (
-            lambda: population.step(sgd, trained(), TWO, index=[3]),
-            *(IndexError, "index has 3"),
-        ),
-        (
-            lambda: population.step(sgd, trained(), TWO, index=[0]),
-            *(ValueError, r"grads\['a'\] has 3 members.*params\['a'\] has 1"),
-        ),
-        (
-            lambda: population.init(sgd, frozen(), {"lr": 0.1}, n=2),
-            *(ValueError, "the parameter 'bias' of Linear is frozen"),
-        ),
-        (
-            lambda: population.init(sgd, [frozen(), frozen()], {"lr": 0.1}),
-            *(ValueError, "the parameter 'bias' of Linear is frozen"),
-        ),
-        (
-            lambda: population.loss_and_grad(lambda p: (p["b"] > 0).sum(), trained()),
-            *(TypeError, "a loss of dtype torch.int64"),
-        ),
-        (
-            lambda: population.perturb(trained(), factors={}, at=[7]),
-            *(IndexError, "at has 7"),
-        ),
-        (
-            lambda: population.perturb(trained(), factors={}, at=[1, 1]),
-            *(ValueError, "member twice"),
-        ),
-        (
-            lambda: population.init(sgd, TWO, {"lr": torch.ones(3, 1)}),
-            *(ValueError, r"hyper\['lr'\] has shape \(3, 1\), for 3 members"),
-        ),
-        (
-            lambda: population.init(adamw, TWO, {"lr": 0.1, "betas": torch.ones(3, 2)}),
-            *(ValueError, r"hyper\['betas'\] has shape \(3, 2\).*a tuple of them"),
-        ),
-        (
-            lambda: population.init(sgd, TWO, {"lr": torch.ones(3) > 0}),
-            *(TypeError, r"hyper\['lr'\] has dtype torch\.bool"),
-        ),
-        (
-            lambda: population.init(sgd, TWO, {"lr": lambda step: 0.1}),
-            *(TypeError, r"hyper\['lr'\]=<function.*a schedule\) belongs to the factory"),
-        ),
-        (
-            lambda: population.init(sgd, nn.BatchNorm1d(3, affine=False), {"lr": 0.1}, n=2),
-            *(ValueError, r"source=BatchNorm1d.*has no parameters"),
-        ),
-        (
-            lambda: population.clone(population.select(trained(), []), [], []),
-            *(ValueError, r"has no members along axis 0 of \(0, 2\)"),
-        ),
-        (
-            lambda: population.call_module(nn.Linear(2, 1), {"wieght": TWO}, {}, TWO),
-            *(ValueError, "Linear has no parameter 'wieght'"),
-        ),
-    ],
-    ids=itertools.count(),
-)
+BAD_VALUES: dict[str, Any] = {
+    "n=0": lambda: population.init(adamw, Net(), {"lr": 0.1}, n=0),
+    "n=2.5": lambda: population.init(adamw, Net(), {"lr": 0.1}, n=2.5),
+    "n=None with one Net": lambda: population.init(adamw, Net(), {"lr": 0.1}),
+    "n=3 with a list of 2 modules": lambda: population.init(
+        adamw, [Net(), Net()], {"lr": 0.1}, n=3
+    ),
+    r"hyper\['lr'\] has 4 members.*params\['a'\] has 3": lambda: population.init(
+        adamw, TWO, {"lr": torch.ones(4)}
+    ),
+    r"params\['b'\] has 4 members along axis 0 of \(4,\)": lambda: population.init(
+        adamw, {**TWO, "b": torch.ones(4)}, {"lr": 0.1}
+    ),
+    r"params\['a'\] has shape \(\): no axis 0": lambda: population.init(
+        adamw, {"a": torch.ones(())}, {"lr": 0.1}
+    ),
+    "allowed are four": lambda: population.vmap_step(adamw, (0, 0, 0)),
+    "no prefix of params": lambda: population.vmap_step(sgd, ({"c": 0}, 0, 0, 0))(
+        *three(), {"lr": 0.1}
+    ),
+    "no leaf of params, grads, state, hyper has members": lambda: population.vmap_step(
+        sgd, (None,) * 4
+    )(*three(), {"lr": 0.1}),
+    r"hyper\['lr'\] has 2 members": lambda: population.vmap_step(sgd)(
+        *three(), {"lr": torch.ones(2)}
+    ),
+    r"grads\['b'\] has 2 members.*params\['a'\] has 3": lambda: population.step(
+        sgd, trained(), {**TWO, "b": torch.ones(2)}
+    ),
+    r"data\[0\] has 4 members": lambda: population.evaluate(
+        lambda p, x: x, trained(), torch.ones(4), in_axes=0
+    ),
+    r"in_axes=\(0, 0\) has 2 entries.*1 data": lambda: population.evaluate(
+        lambda p, x: x, trained(), TWO["b"], in_axes=(0, 0)
+    ),
+    r"a loss of shape \(2,\): allowed is a scalar": lambda: population.loss_and_grad(
+        lambda p: p["a"], trained()
+    ),
+    "at least one": lambda: population.stack([]),
+    r"trees\[1\] differs": lambda: population.stack([TWO, {"a": TWO["a"]}]),
+    r"trees\[1\]\['b'\] has shape \(2,\)": lambda: population.stack(
+        [TWO, {**TWO, "b": torch.ones(2)}]
+    ),
+    "source has 2 members": lambda: population.clone(TWO, [0, 1], [2]),
+    "a member twice": lambda: population.clone(TWO, [0, 1], [2, 2]),
+    "no hyperparameter 'speed'": lambda: population.perturb(
+        trained(), factors={"speed": (2.0,)}
+    ),
+    r"factors\['lr'\]=\(\)": lambda: population.perturb(trained(), factors={"lr": ()}),
+    "positive": lambda: population.perturb(trained(), factors={"lr": (0.0,)}),
+    r"factors\['lr'\]=\(nan,\)": lambda: population.perturb(
+        trained(), factors={"lr": (math.nan,)}
+    ),
+    r"factors\['lr'\]=2\.0": lambda: population.perturb(trained(), factors={"lr": 2.0}),
+    r"index=\[1, 1\] names a member twice": lambda: population.step(
+        sgd, trained(), population.select(TWO, [1, 1]), index=[1, 1]
+    ),
+    r"grads\['a'\] has 3 members.*params\['a'\] has 1": lambda: population.step(
+        sgd, trained(), TWO, index=[0]
+    ),
+    "the parameter 'bias' of Linear is frozen": lambda: population.init(
+        sgd, frozen(), {"lr": 0.1}, n=2
+    ),
+    "the parameter 'bias' of Linear is frozen.*": lambda: population.init(
+        sgd, [frozen(), frozen()], {"lr": 0.1}
+    ),
+    "member twice": lambda: population.perturb(trained(), factors={}, at=[1, 1]),
+    r"hyper\['lr'\] has shape \(3, 1\), for 3 members": lambda: population.init(
+        sgd, TWO, {"lr": torch.ones(3, 1)}
+    ),
+    r"hyper\['betas'\] has shape \(3, 2\).*a tuple of them": lambda: population.init(
+        adamw, TWO, {"lr": 0.1, "betas": torch.ones(3, 2)}
+    ),
+    r"source=BatchNorm1d.*has no parameters": lambda: population.init(
+        sgd, nn.BatchNorm1d(3, affine=False), {"lr": 0.1}, n=2
+    ),
+    r"has no members along axis 0 of \(0, 2\)": lambda: population.clone(
+        population.select(trained(), []), [], []
+    ),
+    "Linear has no parameter 'wieght'": lambda: population.call_module(
+        nn.Linear(2, 1), {"wieght": TWO}, {}, TWO
+    ),
+}
+BAD_TYPES: dict[str, Any] = {
+    "source holds float": lambda: population.init(adamw, 3.0, {"lr": 0.1}),
+    r"hyper\['amsgrad'\]=True: allowed are numbers.*partial": lambda: population.init(
+        adamw, TWO, {"lr": 0.1, "amsgrad": True}
+    ),
+    "adamw has no argument 'speed': allowed are": lambda: population.init(
+        adamw, TWO, {"lr": 0.1, "speed": 1.0}
+    ),
+    r"hyper has \['lr'\], but every hyperparameter.*factory": lambda: population.init(
+        adamw(lr=0.1), TWO, {"lr": 0.1}
+    ),
+    "allowed are factories": lambda: population.init(torch.optim.AdamW, TWO),
+    "in_axes has '0' for params": lambda: population.vmap_step(sgd, ("0", 0, 0, 0))(
+        *three(), {"lr": 0.1}
+    ),
+    "loss_fn returned float": lambda: population.loss_and_grad(lambda p: 1.0, trained()),
+    r"has to be \(loss, aux\)": lambda: population.loss_and_grad(
+        lambda p: p["b"], trained(), has_aux=True
+    ),
+    "allowed is a Population": lambda: population.perturb(TWO, factors={}),
+    "allowed is a Population.*": lambda: population.step(sgd, TWO, TWO),
+    "index=0: allowed are lists": lambda: population.select(TWO, 0),
+    "a loss of dtype torch.int64": lambda: population.loss_and_grad(
+        lambda p: (p["b"] > 0).sum(), trained()
+    ),
+    r"hyper\['lr'\] has dtype torch\.bool": lambda: population.init(
+        sgd, TWO, {"lr": torch.ones(3) > 0}
+    ),
+    r"hyper\['lr'\]=<function.*a schedule\) belongs to the factory": lambda: (
+        population.init(sgd, TWO, {"lr": lambda step: 0.1})
+    ),
+}
+BAD_INDICES: dict[str, Any] = {
+    "index has 3: .* 0 to 2": lambda: population.select(TWO, [3]),
+    "index has -1": lambda: population.select(TWO, [-1]),
+    "lists of indices": lambda: population.select(TWO, [0.5]),
+    r"\(1,\) bools, the population 3": lambda: population.select(TWO, torch.tensor([True])),
+    "into has 5": lambda: population.clone(TWO, [0], [5]),
+    "index has 3": lambda: population.step(sgd, trained(), TWO, index=[3]),
+    "at has 7": lambda: population.perturb(trained(), factors={}, at=[7]),
+}
+BAD = [
+    (call, error, text)
+    for error, rows in (
+        (ValueError, BAD_VALUES),
+        (TypeError, BAD_TYPES),
+        (IndexError, BAD_INDICES),
+    )
+    for text, call in rows.items()
+]
+
+
+@pytest.mark.parametrize(("call", "error", "text"), BAD, ids=itertools.count())
 def test_bad_input(call, error, text: str) -> None:
     with pytest.raises(error, match=text):
         call()

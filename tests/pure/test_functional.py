@@ -226,12 +226,18 @@ def test_hypergradient_equals_finite_differences(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-5])
-def test_second_derivatives_are_finite_at_zero_gradients(name: str, scale: float) -> None:
-    """Reverse over reverse, by the learning rate and by the gradients."""
+@pytest.mark.parametrize(
+    ("scale", "beta"), [(0.0, 0.0), (0.0, None), (1e-30, 0.0), (1e-5, None)]
+)
+def test_second_derivatives_are_finite_at_zero_gradients(
+    name: str, scale: float, beta: float | None
+) -> None:
+    """Reverse over reverse, by the learning rate and by the gradients, in float32."""
     make = getattr(optimi_func, name)
     # A root of its usual eps1, 1e-30, has no second derivative in float32.
     more = {"eps": (1e-12, 1e-3)} if name == "adafactor" else {}
+    if beta is not None and count_betas(name) and name not in SCHEDULE_FREE:
+        more["betas"] = (torch.tensor(beta),) * count_betas(name)
 
     def end(lr, g):
         optimizer, p = make(lr=lr, **more), torch.ones(2, 2)

@@ -7,19 +7,16 @@ import torch
 from cases import (
     MATRICES,
     NAMES,
-    NO_EPS,
     SCHEDULE_FREE,
     SOME,
-    TORCHS,
     Case,
     count_betas,
 )
-from tiers import few, row
-from torch.func import grad, hessian, jacfwd, jvp, vmap
+from tiers import few
+from torch.func import grad, hessian, jvp, vmap
 from torch.profiler import profile
 from torch.utils import _pytree as pytree
 
-import optimi_func
 from optimi_func import adamw, sgd, transforms, unroll
 
 DOUBLE = torch.float64
@@ -172,54 +169,6 @@ def test_second_derivatives(name: str) -> None:
     (difference,) = (directional(grad(end), (lr,), (number(1.0),)),)
     assert second.item() == pytest.approx(difference, rel=1e-5, abs=1e-8)
     assert hessian(end)(lr).item() == pytest.approx(second.item(), rel=1e-9)
-
-
-@pytest.mark.parametrize("name", few(NAMES, [*NAMES][::2]))
-@pytest.mark.parametrize(
-    ("betas", "dtype"),
-    [
-        row(0.0, torch.float32, id="0.0-float32"),
-        row(0.9, torch.float32, id="0.9-float32", tier="full"),
-        row(0.0, DOUBLE, id="0.0-float64", tier="full"),
-        row(0.9, DOUBLE, id="0.9-float64", tier="full"),
-    ],
-)
-def test_nothing_is_nan_where_gradients_are_zero(name: str, betas: float, dtype) -> None:
-    """All of v is 0, or some; to first and second order, in both modes."""
-    hyper = {"lr": number(0.1), "weight_decay": number(0.1)}
-    if count_betas(name):
-        hyper["betas"] = (number(betas),) * count_betas(name)
-    elif name == "adafactor":
-        hyper["beta1"] = number(betas)
-    elif name not in TORCHS or name == "rmsprop":
-        hyper["momentum"] = number(betas)
-    if name not in NO_EPS:
-        hyper["eps"] = number(1e-6)
-    if name == "adafactor":
-        hyper["eps"] = hyper["eps"], number(1e-3)
-    factory = getattr(optimi_func, name)
-    params = torch.linspace(0.5, 1.5, 4, dtype=dtype).view(2, 2)
-
-    def masked(p, mask):
-        return (mask * p.sin()).sum()
-
-    # All of v in the smaller dtype alone, where it underflows first.
-    masks = [[0.0, 1, 0, 1]] + [[0.0, 0, 0, 0]] * (dtype == torch.float32)
-    for mask in masks:
-        batches = [torch.tensor(mask, dtype=dtype).view(2, 2)] * 7
-
-        def end(hyper, params, batches=batches):
-            run = unroll(factory, masked, params, None, batches, hyper=hyper)
-            return run.params.square().sum()
-
-        first = grad(end, argnums=(0, 1))(hyper, params)
-        forward = jacfwd(end, argnums=(0, 1))(hyper, params)
-        second = hessian(lambda lr: end({**hyper, "lr": lr}, params))(hyper["lr"])
-        curvature = hessian(lambda p: end(hyper, p))(params)
-        found = pytree.tree_leaves((first, forward, second, curvature))
-        assert all(x.isfinite().all() for x in found)
-        for a, b in zip(pytree.tree_leaves(first), pytree.tree_leaves(forward)):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, check_dtype=False)
 
 
 def test_it_trains_as_a_loop_does() -> None:

@@ -70,22 +70,6 @@ def test_equals_transformers(options: dict[str, Any]) -> None:
     )
 
 
-def test_equals_transformers_that_choose_the_step() -> None:
-    others = pytest.importorskip("transformers.optimization").Adafactor
-    options = {"scale_parameter": True, "relative_step": True}
-    # After 10,000 steps it is 1 / sqrt(t), as here from the first step on.
-    for lr, steps in ((1e-2, 70), (0.9, 70)):
-
-        def theirs(ps: Any, lr: float = lr) -> Any:
-            made = others(ps, lr=None, **options)
-            made._get_lr = lambda group, state: (
-                min(lr, state["step"] ** -0.5) * max(1e-3, state["RMS"])
-            )
-            return made if lr != 1e-2 else others(ps, lr=None, **options)
-
-        assert_alike(lambda ps: Adafactor(ps, lr=lr, **options, **EAGER), theirs, steps)  # noqa: B023
-
-
 @pytest.mark.parametrize(
     "options",
     [{"beta1": 0.9}, {"relative_step": True}, {"relative_step": True, "beta1": 0.5}],

@@ -117,8 +117,8 @@ def test_two_groups_follow_the_paper(options: dict, share: bool, lrs: list[float
 
 
 @pytest.mark.parametrize(("eps", "far"), [(1e-8, 1e-3), (1e-25, 1e-9)])
-def test_pytorch_optimizer_steps_alike_but_for_the_d_at_eps(eps: float, far: float) -> None:
-    """Its d at eps, and that of the authors, is the new one, which differs while d grows."""
+def test_pytorch_optimizer_steps_alike_but_for_d_at_eps(eps: float, far: float) -> None:
+    """The d that it multiplies eps by is the new one, which differs while d grows."""
     import pytorch_optimizer
 
     starts, targets = problem()

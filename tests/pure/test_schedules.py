@@ -126,6 +126,7 @@ def torch_wsd() -> lr_scheduler.LRScheduler:
     return lr_scheduler.SequentialLR(opt, [up, stay, down], milestones=[5, 13])
 
 
+ODD: Any = {"pct_start": 0.41, "div_factor": 5, "final_div_factor": 50}
 TWINS = {
     "linear": (
         linear(PEAK, 0.1 * PEAK, steps=10),
@@ -153,22 +154,9 @@ TWINS = {
         20,
     ),
     "one_cycle, odd": (
-        one_cycle(
-            PEAK,
-            total=33,
-            pct_start=0.41,
-            div_factor=5,
-            final_div_factor=50,
-            shape="linear",
-        ),
+        one_cycle(PEAK, total=33, shape="linear", **ODD),
         lambda: lr_scheduler.OneCycleLR(
-            optimizer(),
-            PEAK,
-            total_steps=33,
-            pct_start=0.41,
-            div_factor=5,
-            final_div_factor=50,
-            anneal_strategy="linear",
+            optimizer(), PEAK, total_steps=33, anneal_strategy="linear", **ODD
         ),
         33,
     ),

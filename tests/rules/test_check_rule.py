@@ -10,7 +10,7 @@ from cases import CLASSES
 from tiers import few
 from torch import Tensor
 
-from optimi_func import Adam, testing
+from optimi_func import Adam
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core.math import moment, power, root, second_moment
 from optimi_func.core.rule import Direction, Rule, Scalar
@@ -176,11 +176,6 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "float64, foreach",
     ),
 }
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(testing, "_SHAPES", ((7, 5), (5,), (), (0,)))
 
 
 def failing(**changed: Any) -> list[str]:

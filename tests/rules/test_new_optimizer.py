@@ -155,9 +155,8 @@ ROWS = [
     ("cls", "loop", "hyper"), ROWS, ids=lambda x: getattr(x, "__name__", str(x))
 )
 def test_a_class_body_is_its_loop_in_every_way_to_run_it(
-    cls: Any, loop: Any, hyper: Any, monkeypatch: pytest.MonkeyPatch
+    cls: Any, loop: Any, hyper: Any, small: None
 ) -> None:
-    monkeypatch.setattr(testing, "_SHAPES", ((7, 5), (5,), (), (0,)))
     testing.check_rule(cls, loop, compile=False, steps=6, **hyper)
 
 

@@ -10,7 +10,6 @@ from own_rules import LARS, RULES, lars
 from tiers import row
 from torch import Tensor
 
-from optimi_func import testing
 from optimi_func.rules import Betas, Optimizer, SecondMoment, Shaped, Wide, root
 from optimi_func.testing import check_rule
 
@@ -280,10 +279,7 @@ CHECKED = [
 
 
 @pytest.mark.parametrize(("cls", "loop", "hyper"), CHECKED)
-def test_rules_of_papers(
-    cls: Any, loop: Any, hyper: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(testing, "_SHAPES", ((7, 5), (5,), (), (0,)))
+def test_rules_of_papers(cls: Any, loop: Any, hyper: Any, small: None) -> None:
     check_rule(cls, loop, compile=False, **hyper)
 
 

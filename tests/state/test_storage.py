@@ -286,21 +286,6 @@ def wide(ps: list[Tensor]) -> None:
         p.grad_dtype = F32
 
 
-def test_torchs_state_is_taken_into_codes() -> None:
-    grads = gradients(3, F32)
-    qs = [p.requires_grad_() for p in starts(F32)]
-    theirs = torch.optim.AdamW(qs, lr=0.01)
-    train(theirs, qs, grads)
-    ps, optimizer = made("adamw", Storage(None, "8bit"), F32)
-    optimizer.load_state_dict(theirs.state_dict())
-    assert kept_in_codes(optimizer) == CODED
-    for p, q in zip(ps, qs):
-        now = decoded(adamw(lr=0.1).rule, optimizer.state[p])
-        for name, x in now.items():
-            assert (x - theirs.state[q][name]).norm() < 0.02 * x.norm()
-        assert optimizer.state[p]["step"] == 3
-
-
 def test_codes_that_lost_their_strides_find_them_again(saved: Any) -> None:
     """As a format that knows no strides has it."""
     optimizer, state = saved["compact"]
@@ -630,21 +615,6 @@ def test_a_decoded_state_loads_into_any_storage(storage: Any) -> None:
             # A scale is a product again, and may be rounded.
             tight = 1e-6 if name.endswith("_scale") else 0
             torch.testing.assert_close(again.state[p][name], x, rtol=tight, atol=0)
-
-
-def test_torch_goes_on_from_codes() -> None:
-    net = model(torch.float32)
-    optimizer = AdamW(
-        net.parameters(), lr=1e-3, storage=Storage(None, "8bit"), compile=False
-    )
-    train_net(net, optimizer, 3)
-    theirs = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    theirs.load_state_dict(optimizer.torch_state_dict())
-    for p in net.parameters():
-        assert set(theirs.state[p]) == {"step", "exp_avg", "exp_avg_sq"}
-        assert theirs.state[p]["exp_avg_sq"].dtype == torch.float32
-        assert theirs.state[p]["exp_avg_sq"].max() > 0
-    train_net(net, theirs, 1)
 
 
 def test_the_table_says_how_each_group_is_kept() -> None:

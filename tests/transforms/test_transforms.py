@@ -635,31 +635,6 @@ def test_any_nest_steps_and_vmaps(rule: str, core: str, names: list[str]) -> Non
         assert torch.allclose(x, y[1], rtol=1e-12, atol=1e-12)
 
 
-def test_states_save_copy_and_resume(tmp_path) -> None:
-    optimizer = ema(partition(("w", lion(lr=0.1)), rest=adamw(lr=0.1)), 0.9)
-    optimizer = every_k(chain(add_noise(0.1, seed=3), optimizer), 2)
-    params, grads = problem(6)
-    params = {**params, "b": params["b"].bfloat16()}
-    grads = [{**g, "b": g["b"].bfloat16()} for g in grads]
-    now, state = params, optimizer.init(params)
-    for g in grads[:3]:
-        now, state = optimizer.step(now, g, state)
-    torch.save((now, pytree.tree_leaves(state)), tmp_path / "state.pt")
-    loaded, leaves = torch.load(tmp_path / "state.pt", weights_only=True)
-    structure = pytree.tree_structure(optimizer.init(params))
-    resumed = [(loaded, pytree.tree_unflatten(leaves, structure))]
-    resumed.append(copy.deepcopy((now, state)))
-    for pair in resumed:
-        ours = (now, state)
-        for g in grads[3:]:
-            ours, pair = (
-                optimizer.step(ours[0], g, ours[1]),
-                optimizer.step(pair[0], g, pair[1]),
-            )
-        for x, y in zip(pytree.tree_leaves(ours), pytree.tree_leaves(pair)):
-            assert torch.equal(x, y) and x.dtype == y.dtype
-
-
 def test_wide_gradients_reach_the_pipeline_unrounded() -> None:
     """Clipped bfloat16 gradients are not rounded again; Kahan works underneath."""
     p = torch.randn(64).bfloat16()

@@ -327,41 +327,14 @@ Parameter Group 0
 
 
 TYPED = """
-from typing import NamedTuple, assert_type
+from typing import assert_type
 
 from torch import Tensor
 
 from optimi_func import AdamW, Storage, TreeState, adamw, adamw_step, compiled, lion_step
-from optimi_func.rules import Optimizer, SecondMoment
+from own_rules import LARS, AdamP
 
 Tree = dict[str, Tensor]
-
-
-class SignSGD(Optimizer):
-    momentum: float = 0.9
-
-    class State(NamedTuple):
-        exp_avg: Tensor
-
-    def direction(self, g: Tensor, s: State):
-        m = self.momentum * s.exp_avg + (1 - self.momentum) * g
-        return m.sign(), self.State(m)
-
-
-class AdaBelief(Optimizer, decay="l2"):
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-16
-
-    class State(NamedTuple):
-        exp_avg: Tensor
-        exp_avg_var: SecondMoment
-
-    def direction(self, g: Tensor, s: State, t: float):
-        b1, b2 = self.betas
-        m = b1 * s.exp_avg + (1 - b1) * g
-        v = b2 * s.exp_avg_var + (1 - b2) * (g - m).square() + self.eps
-        d = m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + self.eps)
-        return d, self.State(m, v)
 
 
 def right(params: Tree, grads: Tree, state: TreeState) -> None:
@@ -373,17 +346,17 @@ def right(params: Tree, grads: Tree, state: TreeState) -> None:
     assert_type(adamw(lr=0.1).eval_params(params, state), Tree)
     _ = AdamW([params["a"]], storage="compact")
     _ = AdamW([params["a"]], storage=Storage(moments="8bit"))
-    _ = SignSGD([params["a"]], 0.1, 0.8, storage="compact", gradient_release=True)
-    _ = AdaBelief([params["a"]], lr=0.1, betas=(0.9, 0.99), weight_decay=0.1)
-    assert_type(SignSGD.pure(lr=0.1).step(params, grads, state)[0], Tree)
+    _ = LARS([params["a"]], 0.1, 0.8, storage="compact", gradient_release=True)
+    _ = AdamP([params["a"]], lr=0.1, betas=(0.9, 0.99), weight_decay=0.1)
+    assert_type(LARS.pure(lr=0.1).step(params, grads, state)[0], Tree)
 
 
 def wrong(params: Tree, grads: Tree, state: TreeState) -> None:
     _ = adamw_step(params, grads, state, lr="a")
     _ = AdamW([params["a"]], storage="8bit")
     _ = adamw(lr=0.1).init(params, storage="8bit")
-    _ = SignSGD([params["a"]], lr=0.1, momentun=0.8)
-    _ = AdaBelief([params["a"]], lr=0.1, betas=0.9)
+    _ = LARS([params["a"]], lr=0.1, momentun=0.8)
+    _ = AdamP([params["a"]], lr=0.1, betas=0.9)
 """
 
 
@@ -391,7 +364,8 @@ def wrong(params: Tree, grads: Tree, state: TreeState) -> None:
 def test_type_checkers_know_trees_and_storages(tmp_path: Path) -> None:
     file = tmp_path / "typed.py"
     file.write_text(TYPED)
-    paths = [str(Path(optimi_func.__file__).parents[1])]
+    root = Path(optimi_func.__file__).parents[1]
+    paths = [str(root), str(root / "tests" / "support")]
     (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": paths}))
     command = ["-m", "basedpyright", "--pythonpath", sys.executable]
     done = subprocess.run(

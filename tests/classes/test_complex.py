@@ -11,7 +11,7 @@ from cases import CLASSES, ELEMENTWISE, MAPPED, assert_moved_alike
 from torch import Tensor, nn
 
 import optimi_func
-from optimi_func import AdamW, Lion, MuonAdamW, Prodigy, ScheduleFreeAdamW, Storage
+from optimi_func import AdamW, MuonAdamW, Prodigy, ScheduleFreeAdamW, Storage
 
 EAGER: dict[str, Any] = {"compile": False}
 HOW: list[dict[str, Any]] = [EAGER, {"foreach": True}]
@@ -204,25 +204,6 @@ def test_modes_masters_and_pure_states(name: str) -> None:
         optimizer.load_master_state_dict(model, {**masters, "w": model.b.detach()})
 
 
-def test_masters_before_the_first_step_set_what_begins_as_the_parameter() -> None:
-    for name, field in (("prodigy", "p0"), ("ranger", "slow_param")):
-        model = Weights()
-        optimizer: Any = CLASSES[name](model.named_parameters(), lr=0.1, **EAGER)
-        optimizer.init_state()
-        optimizer.load_master_state_dict(
-            model, {"w": numbers((4, 3), 5), "b": model.b.detach()}
-        )
-        assert torch.equal(optimizer.state[model.w][field], numbers((4, 3), 5))
-
-
-def test_norms_over_a_tensor_are_of_moduli() -> None:
-    """LAMB: |p| / |u| of one complex number is that of its two parts."""
-    ps, _ = trained(optimi_func.LAMB, [numbers((3, 3))], weight_decay=0.1, **EAGER)
-    qs, _ = trained(AdamW, [numbers((3, 3))], betas=(0.9, 0.99), eps=1e-6, **EAGER)
-    assert not torch.equal(pairs(ps[0]), pairs(qs[0]))
-    assert torch.isfinite(pairs(ps[0])).all()
-
-
 def test_lazily_conjugated_gradients_and_views() -> None:
     start, g = numbers((3, 2)), numbers((3, 2), 1)
     found: list[Tensor] = []
@@ -298,26 +279,6 @@ def test_a_matrix_for_adamw_may_be_complex_and_one_for_muon_not() -> None:
         TypeError, match=r"hidden.weight'\] has dtype torch.complex64: muon"
     ):
         MuonAdamW(Net(torch.complex64), lr=0.1)
-
-
-def test_copies_and_closures() -> None:
-    ps, optimizer = trained(Lion, [numbers((3,))], **EAGER)
-    twin = copy.deepcopy(optimizer)
-    (q,) = twin.param_groups[0]["params"]
-    go_on(optimizer, ps, range(4, 6))
-    go_on(twin, [q], range(4, 6))
-    assert_same(ps, [q])
-    optimizer.step(lambda: (ps[0] * ps[0].conj()).real.sum())
-
-
-def test_the_second_moment_is_of_each_part() -> None:
-    """A gradient that is real leaves the imaginary part alone: its v is 0."""
-    p = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-    optimizer = AdamW([p], lr=0.1, weight_decay=0.0, **EAGER)
-    p.grad = torch.full_like(p, 3.0)
-    optimizer.step()
-    assert torch.equal(p.imag, torch.zeros(2))
-    assert optimizer.state[p]["exp_avg_sq"].imag.abs().max() == 0
 
 
 @pytest.mark.kernels

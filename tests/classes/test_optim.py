@@ -482,15 +482,3 @@ def test_the_numbers_of_asgd_and_nadam_are_torchs() -> None:
         for key, x in states[0].items():
             torch.testing.assert_close(states[1][key].double(), x, rtol=1e-12, atol=1e-14)
         assert name == "NAdam" or 0 < states[0]["mu"] < 1
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop"])
-def test_compiled_steps_are_torchs(name: str) -> None:
-    for dtype in (torch.float32, torch.float64):
-        kwargs = {"lr": 0.1}
-        theirs = trained(getattr(torch.optim, name), kwargs, dtype)
-        ours = trained(getattr(optim, name), kwargs, dtype, compile=True)
-        for got, want in zip(ours, theirs):
-            tolerance = 1e-11 if dtype == torch.float64 else 2e-4
-            assert_moved_alike(torch.zeros_like(got), got, want, tolerance)

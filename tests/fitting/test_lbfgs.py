@@ -653,24 +653,20 @@ def test_complex_leaves_have_derivatives() -> None:
     torch.testing.assert_close(*slopes, rtol=1e-6, atol=0.0)
 
 
-def quartic(p: Tensor, a: Tensor) -> Tensor:
-    return ((p - a) ** 2).sum() + (p**4).sum()
-
-
 def test_axes_that_are_refused() -> None:
     p, a = torch.zeros(3, 2), torch.ones(3, 2)
     for dims in ((None, 0), (0,), [0, 0], (0, "a"), (True, 0)):
         with pytest.raises(
             ValueError, match=r"in_dims=.*an axis for params and an axis or"
         ):
-            lbfgs().solve(quartic, p, a, in_dims=dims)  # pyright: ignore[reportArgumentType]
+            lbfgs().solve(bent, p, a, in_dims=dims)  # pyright: ignore[reportArgumentType]
 
 
 def test_transformations_of_solve() -> None:
     p, a = torch.zeros(2), torch.ones(2)
 
     def solved(a: Tensor) -> Tensor:
-        return lbfgs().solve(quartic, p, a)[0]
+        return lbfgs().solve(bent, p, a)[0]
 
     with pytest.raises(NotImplementedError, match="backward, and none forward"):
         torch.func.jvp(solved, (a,), (a,))
@@ -683,7 +679,7 @@ def test_steps_vmap_over_lr() -> None:
     def run(lr: Any) -> Tensor:
         optimizer = lbfgs(lr=lr)
         p, state = start, optimizer.init(start)
-        both = torch.func.grad_and_value(quartic)
+        both = torch.func.grad_and_value(bent)
         for _ in range(6):
             p, state = optimizer.step(p, state, lambda q: both(q, a)[::-1])
         return p

@@ -467,24 +467,6 @@ def assert_same(plain: Any, released: Any, one: nn.Module, other: nn.Module) -> 
             assert torch.equal(x, theirs[field]), field
 
 
-@pytest.mark.parametrize("steps", [None, 2])
-def test_release_of_sums_of_gradients(steps: int | None) -> None:
-    models = [network() for _ in range(2)]
-    plain = grouped(models[0], True)
-    released = grouped(models[1], True, gradient_release=True)
-    how: dict[str, Any] = {"accumulation": "buffer", "accumulation_steps": steps}
-    prepare_for_gradient_release(models[1], released, **how)
-    parts = slice(0, 16), slice(16, 32)
-    for _ in range(8):
-        for part in parts:
-            loss_of(models[0], part).backward()
-            loss_of(models[1], part).backward()
-        plain.step()
-        plain.zero_grad()
-        released.step()
-    assert_same(plain, released, *models)
-
-
 def test_clipping_is_exact_in_two_passes() -> None:
     models = [network() for _ in range(2)]
     plain = grouped(models[0], True)

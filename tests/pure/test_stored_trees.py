@@ -271,32 +271,6 @@ def test_transforms_pass_the_storage_on(name: str) -> None:
     assert torch.allclose(params["norm"], wide["norm"])
 
 
-def test_what_is_not_finite_changes_no_code() -> None:
-    optimizer = transforms.apply_if_finite(adamw(lr=0.01))
-    p, (g, h) = weights(), directions(2)
-    p, state = optimizer.step(p, g, optimizer.init(p, storage="compact"))
-    q, after = optimizer.step(p, h * float("nan"), state)
-    assert torch.equal(p, q)
-    before = pytree.tree_leaves(state.inner)
-    for x, y in zip(before, pytree.tree_leaves(after.inner)):
-        assert torch.equal(x, y)
-
-
-def test_between_the_steps_of_every_k_no_code_changes() -> None:
-    optimizer = transforms.every_k(adamw(lr=0.01), 2)
-    p, (g, h) = weights(), directions(2)
-    first = optimizer.init(p, storage="compact")
-    q, state = optimizer.step(p, g, first)
-    for x, y in zip(*map(pytree.tree_leaves, (first.inner, state.inner))):
-        assert torch.equal(x, y)
-    q, state = optimizer.step(q, h, state)
-    alone = adamw(lr=0.01)
-    r, known = alone.step(p, (g.float() + h.float()) / 2, alone.init(p, storage="compact"))
-    assert torch.equal(q, r)
-    for x, y in zip(*map(pytree.tree_leaves, (state.inner, known))):
-        assert torch.equal(x, y)
-
-
 def test_init_takes_the_storage_by_every_name() -> None:
     p = weights()
     for storage in ("compact", Storage("kahan8", "8bit")):

@@ -353,15 +353,6 @@ def test_errors_name_the_line(write: Any, text: str) -> None:
     assert f"Wrong.direction ({__file__}:{line})" in str(raised.value)
 
 
-def test_a_mean_of_a_mean_is_refused() -> None:
-    body = {
-        "direction": lambda self, g: g,
-        "means": lambda self, mean, g: mean(g - mean(g)),
-    }
-    with pytest.raises(TypeError, match="means are taken at once, so that none is of"):
-        type("Wrong", (Optimizer,), body)
-
-
 HYPER = st.fixed_dictionaries({"a": st.sampled_from(VALUES), "b": st.sampled_from(VALUES)})
 SOME = st.lists(TREES.filter(is_defined), min_size=8, max_size=8)
 HOW: dict[str, Any] = {

@@ -13,7 +13,6 @@ import torch
 from schedulefree import ScheduleFreeWrapper
 from torch import Tensor
 
-import optimi_func
 from optimi_func import SGD, AdamW, adamw, prepare_for_gradient_release
 
 EAGER = {"compile": False}
@@ -255,21 +254,6 @@ def test_a_pure_optimizers_state_leaves_others_part_alone() -> None:
     optimizer.load_functional(state)
     assert optimizer.state[model.weight] is held and held["note"] is slow
     assert "exp_avg" in held
-
-
-@pytest.mark.parametrize("name", ["Adan", "Lion", "Ranger", "StableAdamW", "RAdam"])
-def test_what_optimis_state_holds_beside_is_no_part_of_ours(name: str) -> None:
-    optimi = pytest.importorskip("optimi")
-    qs = params()
-    theirs = getattr(optimi, name)(qs, lr=0.1, triton=False)
-    run(theirs, qs, 0, 2)
-    ps = [q.detach().clone().requires_grad_() for q in qs]
-    ours = getattr(optimi_func, name)(ps, lr=0.1, **EAGER)
-    ours.load_state_dict(theirs.state_dict())
-    fields = set(ours.state[ps[0]])
-    fresh = getattr(optimi_func, name)(params(), lr=0.1, **EAGER)
-    fresh.init_state()
-    assert fields == set(fresh.state[fresh.param_groups[0]["params"][0]])
 
 
 @pytest.mark.parametrize(("wrapper", "steps"), [(Lookahead, 1), (ScheduleFree, 2)])

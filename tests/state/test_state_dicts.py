@@ -89,6 +89,8 @@ ODD: dict[str, tuple[str, Any, str]] = {
     "another rule's": ("square_avg", None, "are another rule's"),
     "no tensor": ("exp_avg", lambda x: "x", "allowed is a tensor"),
     "lost": ("exp_avg_sq", lambda x: None, "the optimizer needs"),
+    "no count": ("step", lambda x: None, r"the optimizer needs .*'step'\]"),
+    "a count below 0": ("step", lambda x: -3, r"\['step'\] is -3\.0: allowed is at least"),
 }
 
 
@@ -395,6 +397,9 @@ def test_optimis_state_is_ours(name: str, release: bool) -> None:
     ours = CLASSES[name](qs, lr=0.7, **EAGER)
     ours.load_state_dict(theirs.state_dict())
     assert ours.param_groups[0]["lr"] == 0.05
+    fresh = CLASSES[name](copied(ps), lr=0.7, **EAGER)
+    fresh.init_state()  # what optimi keeps beside is no part of ours
+    assert {*ours.state[qs[0]]} == {*fresh.state[fresh.param_groups[0]["params"][0]]}
     starts = [p.detach().clone() for p in ps]
     step(3, 5)
     train(ours, qs, 3, 5)

@@ -1,4 +1,4 @@
-"""Random programs around a class, beside a float64 model of what each should do.
+"""Random programs around a class, beside a float64 model of each; programs of threads.
 
 After every instruction each tensor is what the model says: bit for bit where nothing was
 computed, else within the rounding of its dtype.
@@ -7,6 +7,7 @@ computed, else within the rounding of its dtype.
 import copy
 import io
 import pickle
+import sys
 import threading
 import warnings
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from simulator import FIELDS, RUNNING, fresh, one_step, options
-from tiers import row
+from tiers import few, row
 from torch import Tensor, nn
 
 from optimi_func import AdamW, prepare_for_gradient_release
@@ -572,3 +573,49 @@ def test_two_optimizers_on_two_threads(how: dict[str, Any]) -> None:
         thread.join()
     for seed in (1, 2):
         assert all(map(torch.equal, alone[seed], together[seed]))
+
+
+HOW = [{"compile": True}, {"compile": False}, {"foreach": True}]
+
+
+@pytest.mark.parametrize("how", few(HOW, [str(how) for how in HOW[1:]]))
+def test_threads_that_step_and_save_one_optimizer(how: dict[str, Any]) -> None:
+    switching = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for trial in range(10):
+            _run(how, trial)
+    finally:
+        sys.setswitchinterval(switching)
+
+
+def _run(how: dict[str, Any], trial: int) -> None:
+    ps = [torch.nn.Parameter(torch.ones(n)) for n in (50, 5, 1)]
+    for p in ps:
+        p.grad = torch.ones_like(p)
+    # Other options are other traces and plans, to be made by whoever comes first.
+    optimizer = AdamW(ps, lr=1e-3, amsgrad=trial % 2 == 1, **how)
+    optimizer.init_state()  # a dict that grows cannot be saved, by torch's either
+    errors: list[BaseException] = []
+    begin = threading.Barrier(3)
+
+    def work() -> None:
+        try:
+            begin.wait()
+            for i in range(20):
+                optimizer.step()
+                if i % 5 == 0:
+                    optimizer.state_dict()
+                if i % 7 == 0:
+                    optimizer.group_of(ps[i % 3])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    assert all((p < 1).all() for p in ps)
+    assert 20 <= optimizer.state[ps[0]]["step"] <= 60

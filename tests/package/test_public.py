@@ -1,4 +1,4 @@
-"""The public surface: names, documentation, README, and which way imports point."""
+"""Names that are public, the layers of imports, files around the package, torch's private names."""
 
 import ast
 import functools
@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -602,3 +603,47 @@ def test_the_package_depends_on_torch_alone() -> None:
             if path == PACKAGE / "memory/picture.py" and getattr(node, "col_offset", 0):
                 found -= {"matplotlib"}
             assert found <= allowed
+
+
+# The files around the package
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def pins(text: str) -> dict[str, set[str]]:
+    """The versions that a file asks for, by package."""
+    found: dict[str, set[str]] = {}
+    for name, version in re.findall(r"\b([\w.-]+)==([\d.]+)", text):
+        found.setdefault(name, set()).add(version)
+    return found
+
+
+def test_every_file_has_the_same_version() -> None:
+    version = PROJECT["version"]
+    assert optimi_func.__version__ == version
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert re.findall(r"^version: (.+)$", citation, re.M) == [version]
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert headings[0] == version
+    assert f"version {version}" in (ROOT / "docs/index.md").read_text()
+
+
+def test_pre_commit_has_the_versions_of_make_lint() -> None:
+    asked = pins((ROOT / ".pre-commit-config.yaml").read_text())
+    pinned = pins((ROOT / "constraints.txt").read_text())
+    assert set(asked) == {"ruff", "basedpyright", "clang-format"}
+    for name, versions in asked.items():
+        assert versions == pinned[name]
+
+
+def test_the_workflow_tests_every_python_that_is_promised() -> None:
+    promised = set(
+        re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]), re.M)
+    )
+    assert f">={min(promised, key=lambda x: int(x[2:]))}" == PROJECT["requires-python"]
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    run = re.findall(r'^ +- python: "(.+)"$', workflow, re.M)
+    assert set(run) == promised
+    assert "PYTHON: python${{ matrix.python }}" in workflow
+    assert ".ci/run" in workflow

@@ -451,18 +451,6 @@ def test_none_gradients_leave_a_parameter_alone() -> None:
     assert (new.params["b"] < 1).all()
 
 
-def test_steps_can_be_differentiated() -> None:
-    """The gradient of each member's loss after a step, to its own learning rate."""
-    members = population.init(sgd, torch.ones(3, 2, dtype=DOUBLE), {"lr": LRS})
-
-    def after(lr):
-        new = population.step(sgd, replace(members, hyper={"lr": lr}), members.params)
-        return new.params.square().sum()
-
-    got = torch.func.grad(after)(LRS)
-    torch.testing.assert_close(got, -4 * (1 - LRS))
-
-
 def test_select_and_clone() -> None:
     members = members_of("adamw", DOUBLE)
     x, y = torch.randn(8, 4, dtype=DOUBLE), torch.randn(8, dtype=DOUBLE)

@@ -220,19 +220,6 @@ def test_compiled_steps_refuse_the_same() -> None:
     assert w.item() == 1.0
 
 
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_a_class_whose_scheduler_goes_below_zero_raises(as_tensor: bool) -> None:
-    w = torch.ones(1, requires_grad=True)
-    w.grad = torch.ones(1)
-    optimizer = SGD([w], lr=torch.tensor(0.2) if as_tensor else 0.2, compile=False)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 - t / 3)
-    with pytest.raises(ValueError, match=r"learning rate: lr=-0\.06"):
-        for _ in range(9):
-            optimizer.step()
-            scheduler.step()
-    assert 0.5 < w.item() < 0.7  # 1 - 0.2 * (3 + 2 + 1) / 3
-
-
 # Populations
 
 

@@ -17,7 +17,7 @@ from torch.func import grad, hessian, jvp, vmap
 from torch.profiler import profile
 from torch.utils import _pytree as pytree
 
-from optimi_func import adamw, sgd, transforms, unroll
+from optimi_func import adamw, sgd, unroll
 
 DOUBLE = torch.float64
 STEPS = 9  # RAdam trusts v from the sixth on, Ranger synchronises at 4 and 8
@@ -322,23 +322,6 @@ def test_bad_input() -> None:
         unroll(sgd(lr=0.1), lambda p, b: p["w"], params, None, batches)
     with pytest.raises(TypeError, match=r"a loss of dtype torch\.int64"):
         unroll(sgd(lr=0.1), lambda p, b: p["w"].argmax(), params, None, batches)
-
-
-def test_derivatives_through_a_transformed_optimizer() -> None:
-    """To a number that a transform has, against differences."""
-    params, batches = problem()
-
-    def factory(bound):
-        return transforms.chain(transforms.clip_global_norm(bound), sgd(lr=0.1))
-
-    def end(bound):
-        run = unroll(factory, loss, params, None, batches, hyper={"bound": bound})
-        return loss(run.params, batches[0])
-
-    bound = number(0.05)
-    want = directional(end, (bound,), (number(1.0),))
-    assert abs(want) > 1e-3
-    assert grad(end)(bound).item() == pytest.approx(want, rel=1e-5)
 
 
 def test_members_have_hypergradients_of_their_own() -> None:

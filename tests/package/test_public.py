@@ -1,4 +1,4 @@
-"""Names that are public, the layers of imports, files around the package, torch's private names."""
+"""The public surface: names, documentation, layers of imports, versions, private torch."""
 
 import ast
 import functools

@@ -38,11 +38,11 @@ def decayed(dtype: torch.dtype, steps: int, share: float, **init) -> float:
 
 
 @pytest.mark.parametrize("dtype", few([torch.bfloat16, torch.float16], ["torch.bfloat16"]))
-def test_ten_thousand_small_decays(dtype: torch.dtype) -> None:
-    exact = (1 - 1e-5) ** 10_000
-    assert decayed(dtype, 10_000, 1e-5) == pytest.approx(exact, rel=0.02)
+def test_thousands_of_small_decays(dtype: torch.dtype) -> None:
+    exact = (1 - 5e-5) ** 2_000
+    assert decayed(dtype, 2_000, 5e-5) == pytest.approx(exact, rel=0.02)
     # Without it, every one of them rounds to nothing.
-    assert decayed(dtype, 100, 1e-5, kahan_sum=False) == 1.0
+    assert decayed(dtype, 100, 5e-5, kahan_sum=False) == 1.0
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -422,8 +422,6 @@ def test_private_compiler_is_there() -> None:
 
 
 def test_private_autograd_is_there() -> None:
-    from optimi_func.core import torch_private
-
     w = torch.ones(2, requires_grad=True)
     assert torch_private.backward_id() == -1
     assert torch_private.accumulate_hooks(w) == []
@@ -440,8 +438,6 @@ def test_private_autograd_is_there() -> None:
 
 
 def test_private_norms_are_there() -> None:
-    from optimi_func.core import torch_private
-
     tensors = [torch.full((4,), 2.0, dtype=torch.bfloat16), torch.ones(1).double()]
     norms = torch_private.norms_of(tensors)
     assert [x.item() for x in norms] == [4.0, 1.0]
@@ -484,8 +480,6 @@ def test_private_pytree_names_states() -> None:
 
 def test_private_autograd_tells_a_backward_within_a_backward() -> None:
     """What starts inside has a number of its own, and its end comes first."""
-    from optimi_func.core import torch_private
-
     w, v = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     seen, ends = [], []
 
@@ -550,8 +544,6 @@ def test_private_compiler_settings_are_there() -> None:
 
 
 def test_private_transforms_are_there() -> None:
-    from optimi_func.core import torch_private
-
     seen = []
 
     def f(x):
@@ -569,12 +561,10 @@ def test_private_modes_are_seen() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from optimi_func.core.torch_private import is_unwatched
-
     seen: list[bool] = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append(is_unwatched())
+        seen.append(torch_private.is_unwatched())
         return x + 1
 
     one = torch.ones(())
@@ -590,8 +580,6 @@ def test_private_modes_are_seen() -> None:
 
 
 def test_the_package_depends_on_torch_alone() -> None:
-    import sys
-
     allowed = {*sys.stdlib_module_names, "torch", "optimi_func"}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

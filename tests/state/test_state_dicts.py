@@ -380,9 +380,9 @@ def test_optimis_state_is_ours(name: str, release: bool) -> None:
     cls = getattr(optimi, CLASSES[name].__name__)
     options: dict[str, Any] = {"momentum": 0.9} if name == "sgd" else {}
     # Where triton is installed its StableAdamW takes it on CPU too, and finds no driver.
-    options["triton"] = False
+    own = {"weight_decay": 0.1, "gradient_release": release, "triton": False}
     ps = params()[:2]
-    theirs = cls(ps, lr=0.05, weight_decay=0.1, gradient_release=release, **options)
+    theirs = cls(ps, lr=0.05, **own, **options)
 
     def step(start: int, count: int) -> None:
         for t in range(start, start + count):
@@ -397,7 +397,7 @@ def test_optimis_state_is_ours(name: str, release: bool) -> None:
     ours = CLASSES[name](qs, lr=0.7, **EAGER)
     ours.load_state_dict(theirs.state_dict())
     assert ours.param_groups[0]["lr"] == 0.05
-    fresh = CLASSES[name](copied(ps), lr=0.7, **EAGER)
+    fresh = CLASSES[name](copied(ps), lr=0.7, **options, **EAGER)
     fresh.init_state()  # what optimi keeps beside is no part of ours
     assert {*ours.state[qs[0]]} == {*fresh.state[fresh.param_groups[0]["params"][0]]}
     starts = [p.detach().clone() for p in ps]

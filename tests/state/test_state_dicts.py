@@ -86,6 +86,7 @@ def test_entries_of_one_kind_are_checked_once(storage: Any, monkeypatch) -> None
 ODD: dict[str, tuple[str, Any, str]] = {
     "below 0": ("step", lambda x: x - 9, "allowed is at least 0"),
     "a shape": ("exp_avg", lambda x: x[:1], "has shape"),
+    "a shape of as many": ("exp_avg", lambda x: x.reshape(2, -1), "has shape"),
     "another rule's": ("square_avg", None, "are another rule's"),
     "no tensor": ("exp_avg", lambda x: "x", "allowed is a tensor"),
     "lost": ("exp_avg_sq", lambda x: None, "the optimizer needs"),

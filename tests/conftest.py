@@ -25,7 +25,7 @@ from optimi_func.execution import inductor, store
 
 # Hundreds of kernels are compiled here, where a program has one or two.
 inductor.PRECOMPILE_HEADERS = True
-# So that Muon's steps are the same on all CPUs: tests/rules/test_gram.py asks for bfloat16.
+# So that Muon's steps are the same on all CPUs: test_gram.py asks for bfloat16.
 math.multiplies_bfloat16 = lambda: False
 # Two, as the smallest machine that runs this has; more would only wait for each other.
 torch.set_num_threads(2)

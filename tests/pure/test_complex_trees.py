@@ -10,7 +10,7 @@ from torch.func import grad, jvp, vmap
 from torch.utils import _pytree as pytree
 
 import optimi_func
-from optimi_func import adamw, compiled, population, transforms, unroll
+from optimi_func import adamw, compiled, transforms, unroll
 
 Tree = dict[str, Tensor]
 
@@ -57,16 +57,6 @@ def test_steps_are_those_of_real_pairs_bit_for_bit(name: str) -> None:
     assert_same(state, kept)
     assert params["w"].is_complex() and not params["b"].is_complex()
     assert_same(optimizer.eval_params(params, state), optimizer.eval_params(theirs, kept))
-
-
-@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float64, "8bit"], ids=str)
-def test_moments_in_storages(kept: Any) -> None:
-    params, grads = {"w": drawn(16, 8, 64)}, {"w": drawn(16, 8, 64, seed=1)}
-    how = {"storage": optimi_func.Storage(moments=kept)}
-    ours, state = stepped(adamw(lr=0.02), params, grads, **how)
-    theirs, wanted = stepped(adamw(lr=0.02), pairs(params), pairs(grads), **how)
-    assert_same(ours, theirs)
-    assert_same(state, wanted)
 
 
 def test_a_step_writes_to_nothing_and_shares_nothing() -> None:
@@ -134,19 +124,6 @@ def test_unrolled_steps_differentiate() -> None:
     assert slopes[1].abs().min() > 0
     _, along = jvp(lambda w: outer(lr, w), (start["w"],), (batches[1],))
     torch.testing.assert_close(along, (slopes[1].conj() * batches[1]).real.sum())
-
-
-def test_a_population_trains_complex_parameters() -> None:
-    def loss(params: Tree, x: Tensor) -> Tensor:
-        return (params["w"] * x).abs().square().sum()
-
-    members = population.init(adamw, {"w": drawn(3)}, {"lr": torch.tensor([0.1, 0.2])}, n=2)
-    _, grads = population.loss_and_grad(loss, members, drawn(3, seed=1))
-    found = population.step(adamw, members, grads)
-    one = {"w": drawn(3)}
-    g = grad(loss)(one, drawn(3, seed=1))
-    (wanted, _) = stepped(adamw(lr=0.2), one, g, 1)
-    torch.testing.assert_close(found.params["w"][1], wanted["w"])
 
 
 AROUND: dict[str, Any] = {

@@ -430,18 +430,3 @@ def test_from_a_class_to_a_population_and_back(name: str) -> None:
     step_of(other, back)
     for a, b in zip(other.state_dict().values(), module.state_dict().values()):
         assert torch.allclose(a, b, atol=1e-6)
-
-
-def test_a_seed_for_each_member() -> None:
-    def factory(lr: Any, seed: Any) -> Any:
-        return chain(add_noise(0.1, seed=seed), sgd(lr=lr))
-
-    hyper = {"lr": 0.1, "seed": torch.arange(3)}
-    members = population.init(factory, torch.zeros(4), hyper, n=3)
-    assert members.hyper["seed"].dtype == torch.int64
-    moved = population.step(factory, members, torch.zeros(3, 4)).params
-    for i in range(3):
-        alone = factory(0.1, i)
-        want, _ = alone.step(torch.zeros(4), torch.zeros(4), alone.init(torch.zeros(4)))
-        assert torch.allclose(moved[i], want)
-    assert not torch.equal(moved[0], moved[1])

@@ -22,6 +22,7 @@ from optimi_func import (
     adamw_init,
     adamw_step,
     compiled,
+    detach,
     population,
     prepare_for_gradient_release,
     ranger,
@@ -29,10 +30,12 @@ from optimi_func import (
     sgd,
     sgd_init,
     sgd_step,
+    unroll,
 )
+from optimi_func.compiled import train_step
 from optimi_func.core.checks import value_of
 from optimi_func.rules import Optimizer
-from optimi_func.schedules import linear
+from optimi_func.schedules import cosine, linear, one_cycle, warmup_cosine
 from optimi_func.transforms import chain, clip_value, ema
 
 NAN = math.nan
@@ -67,12 +70,37 @@ def run(optimizer: Any, steps: int = 9) -> Tensor:
         (lambda x: ema(sgd(lr=0.1), x(1.0)), r"decay=1\.0: .*below 1"),
         (lambda x: linear(x(-1.0), 0.0, 4), r"start=-1\.0"),
         (lambda x: adamw_step({}, {}, None, lr=x(-0.1)), r"lr=-0\.1"),
+        (lambda x: adamw(lr=0.1, betas=(0.9, x(-0.1))), r"beta2 parameter: betas\[1\]=-0"),
+        (lambda x: adamw(lr=0.1, max_lr=x(-1.0)), r"maximum learning rate: max_lr=-1\.0"),
+        (lambda x: optimi_func.adan(lr=0.1, betas=(0.9, 0.9, x(1.5))), r"betas\[2\]=1\.5"),
+        (lambda x: ranger(lr=0.1, alpha=x(2.0)), r"lookahead alpha: alpha=2\.0"),
     ],
 )
 @pytest.mark.parametrize("of", [float, partial(torch.tensor, dtype=torch.float64)])
 def test_a_tensor_out_of_range_is_refused_as_a_number_is(make, text: str, of) -> None:
     with pytest.raises(ValueError, match=text):
         make(of)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: adamw(lr=0.0, decouple_lr=True), ValueError, "max_lr=None"),
+        (lambda: adamw(lr=lambda s: 0.1, decouple_lr=True), ValueError, "Invalid maximum"),
+        (lambda: adamw(lr=torch.tensor(0.1), decouple_lr=True), ValueError, "Invalid max"),
+        (lambda: ranger(lr=0.1, k=2.5), ValueError, r"k=2\.5: allowed are whole numbers"),
+        (lambda: sgd(lr=0.1, nesterov=True), ValueError, "nesterov=True with momentum=0"),
+        (
+            lambda: sgd(lr=0.1, momentum=0.9, dampening=0.5, nesterov=True),
+            *(ValueError, r"dampening=0\.5"),
+        ),
+        (lambda: adamw(lr="0.1"), TypeError, "Invalid learning rate: lr='0.1'"),
+        (lambda: adamw_init(torch.ones(2), state_dtype=torch.int32), TypeError, "int32"),
+    ],
+)
+def test_options_that_do_not_go_together(make, error, text: str) -> None:
+    with pytest.raises(error, match=text):
+        make()
 
 
 @pytest.mark.parametrize(
@@ -190,19 +218,6 @@ def test_compiled_steps_refuse_the_same() -> None:
             with pytest.raises(ValueError, match=r"lr(=| is a schedule that returned )-"):
                 step(w, w, sgd_init(w), lr=lr)
     assert w.item() == 1.0
-
-
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_a_class_whose_scheduler_goes_below_zero_raises(as_tensor: bool) -> None:
-    w = torch.ones(1, requires_grad=True)
-    w.grad = torch.ones(1)
-    optimizer = SGD([w], lr=torch.tensor(0.2) if as_tensor else 0.2, compile=False)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 - t / 3)
-    with pytest.raises(ValueError, match=r"learning rate: lr=-0\.06"):
-        for _ in range(9):
-            optimizer.step()
-            scheduler.step()
-    assert 0.5 < w.item() < 0.7  # 1 - 0.2 * (3 + 2 + 1) / 3
 
 
 # Populations
@@ -481,16 +496,6 @@ def test_a_prefix_that_does_not_fit_is_refused_by_init() -> None:
     assert [x.tolist() for x in members.hyper["lr"]] == [[1e-3] * 2, [1e-2] * 2]
 
 
-def test_narrow_gradients_are_told_what_to_do() -> None:
-    """They lack bits that a float32 one has, so that casting is the caller's decision."""
-    p = {"w": torch.ones(3)}
-    g, state = {"w": torch.ones(3).bfloat16()}, adamw_init({"w": torch.ones(3)})
-    with pytest.raises(TypeError, match=r"narrower .* such as g\.to\(torch\.float32\)"):
-        adamw_step(p, g, state, lr=0.1)
-    cast = {name: x.to(torch.float32) for name, x in g.items()}
-    assert adamw_step(p, cast, state, lr=0.1)[0]["w"][0] < 1
-
-
 def test_a_detached_loop_records_nothing() -> None:
     """As the docs advise; attached parameters record every step."""
     model = torch.nn.Linear(2, 1)
@@ -501,3 +506,95 @@ def test_a_detached_loop_records_nothing() -> None:
             params, state = adamw_step(params, params, state, lr=0.1)
         tensors = [*params.values(), state.leaves["weight"].exp_avg]
         assert [x.requires_grad for x in tensors] == [attached] * 3
+
+
+# How values read
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "adamw(lr=0.001)",
+        "adamw(lr=0.001, weight_decay=0.1, betas=(0.9, 0.95))",
+        "sgd(lr=0.1, maximize=True, momentum=0.9)",
+        "adan(lr=1, decouple_lr=True, max_lr=2.0)",
+        "lion(lr={'w': 0.1})",
+        "ranger(lr=0.1, k=5)",
+    ],
+)
+def test_a_value_reads_like_the_call_that_makes_it(text: str) -> None:
+    assert repr(eval(text, vars(optimi_func))) == text
+
+
+def test_tensors_read_as_such() -> None:
+    assert repr(adamw(lr=torch.tensor(0.5))) == "adamw(lr=tensor(0.5000))"
+
+
+def test_a_module_is_no_parameter_tree() -> None:
+    model = torch.nn.Linear(2, 1)
+    text = r"module Linear: .*dict\(model\.named_parameters\(\)\)"
+    with pytest.raises(TypeError, match=text):
+        adamw(lr=0.1).init(model)
+    with pytest.raises(TypeError, match=text):
+        optimi_func.adamw_step(model, None, None, lr=0.1)
+
+
+def test_errors_of_adamw_do_not_speak_of_adam() -> None:
+    params = {"w": torch.ones(2)}
+    for state in ({}, optimi_func.sgd_init(params)):
+        with pytest.raises((TypeError, ValueError), match="init") as found:
+            adamw(lr=0.1).step(params, params, state)
+        assert "adam" not in str(found.value)
+    ps = [torch.ones(2, requires_grad=True)]
+    saved = {"state": {0: {"step": torch.ones(())}}, "param_groups": [{"params": [0]}]}
+    with pytest.raises(ValueError, match="the optimizer needs"):
+        optimi_func.AdamW(ps, lr=0.1).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("loss_fn", [lambda y: y, lambda: 0, lambda y, x, z: y])
+def test_a_loss_of_another_arity_is_refused_at_once(loss_fn) -> None:
+    with pytest.raises(TypeError, match=r"two arguments, loss_fn\(output, batch\)"):
+        train_step(torch.nn.Linear(2, 1), loss_fn, sgd(lr=0.1))
+
+
+def loss_fn(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return (p - x).square().sum()
+
+
+def test_one_batch_for_so_many_steps() -> None:
+    p, x = torch.ones(3), torch.tensor([1.0, 2.0, 3.0])
+    once = unroll(sgd(lr=0.1), loss_fn, p, None, x, steps=5)
+    listed = unroll(sgd(lr=0.1), loss_fn, p, None, [x] * 5)
+    assert torch.equal(once.params, listed.params) and len(once.losses) == 5
+    for steps in (0, 2.0, True):
+        with pytest.raises(ValueError, match=f"steps={steps}: allowed are whole numbers"):
+            unroll(sgd(lr=0.1), loss_fn, p, None, x, steps=steps)
+    with pytest.raises(TypeError, match=r"batches=5: allowed is an iterable.*steps="):
+        unroll(sgd(lr=0.1), loss_fn, p, None, 5)
+
+
+def test_detached_between_outer_steps() -> None:
+    lr = torch.tensor(0.1, requires_grad=True)
+    optimizer = sgd(lr=lr, momentum=0.9)
+    params, state = {"w": torch.ones(2)}, optimizer.init({"w": torch.ones(2)})
+    for _ in range(2):
+        params, state = detach((params, state))
+        assert (
+            not params["w"].requires_grad and not state.leaves["w"].momentum_buffer.grad_fn
+        )
+        params, state = optimizer.step(params, params, state)
+        assert params["w"].requires_grad
+        params["w"].sum().backward()  # through this step alone: no graph is freed before
+    assert lr.grad is not None
+    assert type(state) is optimi_func.TreeState
+
+
+def test_schedules_take_what_the_field_has_by_position() -> None:
+    pairs = [
+        (linear(0.0, 1.0, 4), linear(0.0, 1.0, steps=4)),
+        (cosine(1.0, 0.0, 4), cosine(1.0, 0.0, steps=4)),
+        (warmup_cosine(1.0, 2, 6), warmup_cosine(1.0, warmup=2, total=6)),
+        (one_cycle(1.0, 10), one_cycle(1.0, total=10)),
+    ]
+    for positional, named in pairs:
+        assert [positional(i) for i in range(12)] == [named(i) for i in range(12)]

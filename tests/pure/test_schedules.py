@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -24,18 +25,22 @@ from optimi_func.schedules import (
 PEAK = 0.3
 
 
-def ours() -> dict[str, Schedule]:
+def ours(scale: Any = 1.0) -> dict[str, Schedule]:
+    """Schedules of all kinds, whose numbers are multiplied by `scale`."""
+    peak, tenth, low = PEAK * scale, 0.1 * scale, 0.01 * scale
+    parts = [linear(0.0, peak, steps=5), 0.2 * scale, cosine(0.2 * scale, 0.0, steps=8)]
+    start = 0.03 * scale
     return {
-        "linear": linear(PEAK, 0.1, steps=10),
-        "cosine": cosine(PEAK, 0.1, steps=10),
-        "warmup_cosine": warmup_cosine(PEAK, warmup=5, total=20, start=0.03, end=0.01),
-        "no warmup": warmup_cosine(PEAK, warmup=0, total=20),
-        "wsd": wsd(PEAK, warmup=5, total=25, decay=7, end=0.01),
-        "wsd sqrt": wsd(PEAK, warmup=5, total=25, decay=7, shape="sqrt"),
-        "wsd without stable": wsd(PEAK, warmup=5, total=12, decay=7, shape="cosine"),
-        "wsd decay alone": wsd(PEAK, warmup=0, total=7, decay=7),
-        "one_cycle": one_cycle(PEAK, total=20),
-        "join": join([linear(0.0, PEAK, steps=5), 0.2, cosine(0.2, 0.0, steps=8)], [5, 9]),
+        "linear": linear(peak, tenth, steps=10),
+        "cosine": cosine(peak, tenth, steps=10),
+        "warmup_cosine": warmup_cosine(peak, warmup=5, total=20, start=start, end=low),
+        "no warmup": warmup_cosine(peak, warmup=0, total=20),
+        "wsd": wsd(peak, warmup=5, total=25, decay=7, end=low),
+        "wsd sqrt": wsd(peak, warmup=5, total=25, decay=7, shape="sqrt"),
+        "wsd without stable": wsd(peak, warmup=5, total=12, decay=7, shape="cosine"),
+        "wsd decay alone": wsd(peak, warmup=0, total=7, decay=7),
+        "one_cycle": one_cycle(peak, total=20),
+        "join": join(parts, [5, 9]),
     }
 
 
@@ -121,6 +126,7 @@ def torch_wsd() -> lr_scheduler.LRScheduler:
     return lr_scheduler.SequentialLR(opt, [up, stay, down], milestones=[5, 13])
 
 
+ODD: Any = {"pct_start": 0.41, "div_factor": 5, "final_div_factor": 50}
 TWINS = {
     "linear": (
         linear(PEAK, 0.1 * PEAK, steps=10),
@@ -148,22 +154,9 @@ TWINS = {
         20,
     ),
     "one_cycle, odd": (
-        one_cycle(
-            PEAK,
-            total=33,
-            pct_start=0.41,
-            div_factor=5,
-            final_div_factor=50,
-            shape="linear",
-        ),
+        one_cycle(PEAK, total=33, shape="linear", **ODD),
         lambda: lr_scheduler.OneCycleLR(
-            optimizer(),
-            PEAK,
-            total_steps=33,
-            pct_start=0.41,
-            div_factor=5,
-            final_div_factor=50,
-            anneal_strategy="linear",
+            optimizer(), PEAK, total_steps=33, anneal_strategy="linear", **ODD
         ),
         33,
     ),
@@ -192,31 +185,7 @@ def test_numbers_differentiate_and_vmap(name: str) -> None:
     """With respect to the peak and the other ends, without a NaN at any step."""
 
     def total(scale: torch.Tensor) -> torch.Tensor:
-        made = {
-            "linear": lambda: linear(PEAK * scale, 0.1 * scale, steps=10),
-            "cosine": lambda: cosine(PEAK * scale, 0.1 * scale, steps=10),
-            "warmup_cosine": lambda: warmup_cosine(
-                PEAK * scale, warmup=5, total=20, start=0.03 * scale, end=0.01 * scale
-            ),
-            "no warmup": lambda: warmup_cosine(PEAK * scale, warmup=0, total=20),
-            "wsd": lambda: wsd(PEAK * scale, warmup=5, total=25, decay=7, end=0.01 * scale),
-            "wsd sqrt": lambda: wsd(
-                PEAK * scale, warmup=5, total=25, decay=7, shape="sqrt"
-            ),
-            "wsd without stable": lambda: wsd(
-                PEAK * scale, warmup=5, total=12, decay=7, shape="cosine"
-            ),
-            "wsd decay alone": lambda: wsd(PEAK * scale, warmup=0, total=7, decay=7),
-            "one_cycle": lambda: one_cycle(PEAK * scale, total=20),
-            "join": lambda: join(
-                [
-                    linear(0.0, PEAK * scale, steps=5),
-                    0.2 * scale,
-                    cosine(0.2 * scale, 0.0, steps=8),
-                ],
-                [5, 9],
-            ),
-        }[name]()
+        made = ours(scale)[name]
         return sum(made(torch.tensor(float(step))) for step in range(30))
 
     one = torch.ones((), dtype=torch.float64)

@@ -271,65 +271,6 @@ def test_transforms_pass_the_storage_on(name: str) -> None:
     assert torch.allclose(params["norm"], wide["norm"])
 
 
-def test_what_is_not_finite_changes_no_code() -> None:
-    optimizer = transforms.apply_if_finite(adamw(lr=0.01))
-    p, (g, h) = weights(), directions(2)
-    p, state = optimizer.step(p, g, optimizer.init(p, storage="compact"))
-    q, after = optimizer.step(p, h * float("nan"), state)
-    assert torch.equal(p, q)
-    before = pytree.tree_leaves(state.inner)
-    for x, y in zip(before, pytree.tree_leaves(after.inner)):
-        assert torch.equal(x, y)
-
-
-def test_between_the_steps_of_every_k_no_code_changes() -> None:
-    optimizer = transforms.every_k(adamw(lr=0.01), 2)
-    p, (g, h) = weights(), directions(2)
-    first = optimizer.init(p, storage="compact")
-    q, state = optimizer.step(p, g, first)
-    for x, y in zip(*map(pytree.tree_leaves, (first.inner, state.inner))):
-        assert torch.equal(x, y)
-    q, state = optimizer.step(q, h, state)
-    alone = adamw(lr=0.01)
-    r, known = alone.step(p, (g.float() + h.float()) / 2, alone.init(p, storage="compact"))
-    assert torch.equal(q, r)
-    for x, y in zip(*map(pytree.tree_leaves, (state.inner, known))):
-        assert torch.equal(x, y)
-
-
-@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: transforms.every_k(x, 2)])
-def test_a_part_that_a_storage_is_not_for_is_no_error(wrap: Any) -> None:
-    """Norms in float32, and plain SGD, beside what has moments in bfloat16."""
-    params = {"w": weights(), "norm": torch.ones(64)}
-    rest = wrap(sgd(lr=0.1))
-    optimizer = transforms.partition(("w", adamw(lr=0.1)), rest=rest)
-    for storage in ("compact", "exact", Storage("exact", "8bit")):
-        state = optimizer.init(params, storage=storage)
-        assert len(coded(state)) == (storage != "exact")
-        grads = {"w": directions(1)[0], "norm": torch.ones(64)}
-        params, _ = optimizer.step(params, grads, state)
-    alone = transforms.masked(sgd(lr=0.1), "w")
-    with pytest.raises(ValueError, match="keeps no moments"):
-        alone.init(params, storage=Storage(moments="8bit"))
-    wide = transforms.partition(("w", adamw(lr=0.1)), rest=lion(lr=0.1))
-    with pytest.raises(ValueError, match="no parameter is bfloat16"):
-        wide.init({"w": weights().float(), "norm": torch.ones(64)}, storage="compact")
-    with pytest.raises(ValueError, match="choose one way"):
-        wide.init(params, storage="compact", kahan_sum=True)
-
-
-def test_states_are_saved_as_their_leaves() -> None:
-    """As the transforms' own text says."""
-    p, (g, h) = weights(), directions(2)
-    optimizer = transforms.ema(adamw(lr=0.1), 0.9)
-    p, state = optimizer.step(p, g, optimizer.init(p, storage="compact"))
-    leaves = [x.clone() for x in pytree.tree_leaves(state)]
-    fresh = pytree.tree_structure(optimizer.init(p, storage="compact"))
-    again = pytree.tree_unflatten(leaves, fresh)
-    for x, y in zip(*(pytree.tree_leaves(optimizer.step(p, h, s)) for s in (state, again))):
-        assert torch.equal(x, y)
-
-
 def test_init_takes_the_storage_by_every_name() -> None:
     p = weights()
     for storage in ("compact", Storage("kahan8", "8bit")):

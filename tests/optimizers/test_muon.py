@@ -1,0 +1,475 @@
+"""Muon's and NorMuon's maps of tensors: mathematics, shapes that they take, options."""
+
+import json
+import sys
+from functools import partial
+from typing import Any
+
+import pytest
+import reference
+import torch
+from cases import LR, assert_moved_alike, problem
+from torch import Tensor, nn
+from torch.func import grad, jvp, vmap
+
+import optimi_func
+from optimi_func import Muon, NorMuon, muon, normuon
+from optimi_func.optimizers.muon import TABLES
+
+EAGER: dict[str, Any] = {"compile": False}
+DOUBLE = torch.float64
+# Of inputs from 0.01 to 1; the last bits of the tables are rounded.
+RANGES = {"standard": (0.68, 1.14), "quintic": (0.97, 1.04), "polar_express": (0.85, 1.15)}
+
+
+def update_of(g: Tensor, **options: Any) -> Tensor:
+    """What a first step subtracts, at lr 1."""
+    optimizer = muon(lr=1.0, weight_decay=0.0, **options)
+    p = torch.zeros_like(g)
+    return -optimizer.step(p, g, optimizer.init(p))[0]
+
+
+@pytest.mark.parametrize("shape", [(40, 8), (8, 40), (16, 16)], ids=str)
+@pytest.mark.parametrize("table", RANGES)
+def test_singular_values_are_in_the_tables_range(table: str, shape: Any) -> None:
+    torch.manual_seed(0)
+    u, _, vt = torch.linalg.svd(torch.randn(shape, dtype=DOUBLE), full_matrices=False)
+    s = torch.logspace(-1.7, 0, min(shape), dtype=DOUBLE)
+    s = 0.99 * s / s.norm()
+    assert s.min() >= 0.01
+    g = u @ s.diag() @ vt
+    for dtype, slack in ((DOUBLE, 0.0), (torch.float32, 1e-4), (torch.bfloat16, 0.03)):
+        options = {"ns_coefficients": table, "ns_dtype": dtype}
+        d = update_of(g, adjust_lr_fn="original", **options)
+        found = torch.linalg.svdvals(d / max(1.0, shape[0] / shape[1]) ** 0.5)
+        low, high = RANGES[table]
+        assert low - slack <= found.min() and found.max() <= high + slack, dtype
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("shape", [(24, 48), (48, 24)], ids=str)
+def test_fifty_steps_are_torchs(shape: Any, scale: str, nesterov: bool) -> None:
+    options: dict[str, Any] = {"lr": 0.01, "adjust_lr_fn": scale, "nesterov": nesterov}
+    start, grads = problem(shape, steps=50)
+    ends: list[Tensor] = []
+    for make, more in (
+        (Muon, {"ns_dtype": torch.bfloat16, **EAGER}),
+        (torch.optim.Muon, {}),
+    ):
+        p = torch.nn.Parameter(start.float())
+        optimizer = make([p], **options, **more)
+        for g in grads:
+            p.grad = g.float()
+            optimizer.step()
+        ends.append(p.detach() - start.float())
+    assert (ends[0] - ends[1]).norm() <= 2e-2 * ends[1].norm()
+
+
+def test_a_convolution_is_a_matrix_and_three_dimensions_are_a_stack() -> None:
+    for shape, as_matrices in (
+        ((6, 3, 2, 2), lambda g: [g.reshape(6, 12)]),
+        ((2, 3, 2, 2, 2), lambda g: [g.reshape(2, 24)]),
+        ((4, 6, 3), list),
+    ):
+        torch.manual_seed(0)
+        g = torch.randn(shape, dtype=DOUBLE)
+        parts = as_matrices(g)
+        want = torch.stack(
+            [reference.rms_scale(*x.shape) * reference.orthogonalized(x) for x in parts]
+        ).reshape(shape)
+        for layout in (torch.contiguous_format, torch.channels_last):
+            if layout == torch.channels_last and g.dim() != 4:
+                continue
+            got = update_of(g.contiguous(memory_format=layout))
+            assert_moved_alike(torch.zeros(shape), got, want, 1e-12)
+
+
+@pytest.mark.parametrize("split", [3, (2, 4, 6), [12]], ids=str)
+@pytest.mark.parametrize("shape", [(12, 5), (12, 5, 1, 2), (2, 12, 5)], ids=str)
+def test_split_rows_are_matrices_of_their_own(shape: Any, split: Any) -> None:
+    torch.manual_seed(0)
+    g = torch.randn(shape, dtype=DOUBLE)
+    rows = [4, 4, 4] if split == 3 else list(split)
+    stack = [g.flatten(1)] if g.dim() != 3 else list(g)
+    want = [
+        reference.rms_scale(*x.shape) * reference.orthogonalized(x)
+        for matrix in stack
+        for x in matrix.split(rows)
+    ]
+    got = update_of(g, split=split)
+    assert_moved_alike(torch.zeros(shape), got, torch.cat(want).reshape(shape), 1e-12)
+
+
+def test_the_dtype_of_the_iteration() -> None:
+    """float32 on CPU, float64 where all is; asked for, it changes the answer."""
+    torch.manual_seed(0)
+    for dtype in (DOUBLE, torch.float32):
+        g = torch.randn(8, 6, dtype=dtype)
+        assert torch.equal(update_of(g), update_of(g, ns_dtype=dtype))
+        far = (update_of(g) - update_of(g, ns_dtype="bfloat16")).norm() / g.norm()
+        assert 1e-4 < far < 1e-1
+    wide = update_of(torch.randn(8, 6, dtype=DOUBLE), ns_dtype="torch.float32")
+    assert wide.dtype == DOUBLE
+
+
+@pytest.mark.parametrize(
+    "how", ["autograd", "grad", "jvp", "vmap of grad", "grad of vmap", "vmap"]
+)
+def test_a_derivative_widens_the_iteration(how: str) -> None:
+    """In bfloat16 it would be noise: the same is found as in float32."""
+    torch.manual_seed(0)
+    g, w = torch.randn(6, 4), torch.randn(6, 4)
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+
+        def loss(g: Tensor, dtype: torch.dtype = dtype) -> Tensor:
+            return (update_of(g, ns_dtype=dtype) * w).sum()
+
+        if how == "autograd":
+            x = g.clone().requires_grad_()
+            loss(x).backward()
+            found.append(x.grad)
+        elif how == "grad":
+            found.append(grad(loss)(g))
+        elif how == "jvp":
+            found.append(jvp(loss, (g,), (w,))[1])
+        elif how == "vmap of grad":
+            found.append(vmap(grad(loss))(torch.stack([g, 2 * g]))[1])
+        elif how == "vmap":
+            x = g.clone().requires_grad_()
+            vmap(loss)(torch.stack([x, x])).sum().backward()
+            found.append(x.grad)
+        else:
+            found.append(grad(lambda x: vmap(loss)(torch.stack([x, x])).sum())(g))
+    assert torch.equal(*found)
+
+
+def test_a_matrix_of_zeros_stays_where_it_is() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert update_of(torch.zeros(4, 3, dtype=dtype)).count_nonzero() == 0
+    small = update_of(torch.full((4, 3), 1e-30, dtype=DOUBLE))
+    assert small.isfinite().all() and small.norm() < 1e-15
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"ns_steps": 0}, ValueError, "ns_steps=0: allowed are integers from 1 to 99"),
+    ({"ns_steps": 100}, ValueError, "ns_steps=100: allowed"),
+    ({"ns_steps": 2.0}, ValueError, r"ns_steps=2\.0: allowed"),
+    (
+        {"ns_steps": 5, "ns_coefficients": "quintic"},
+        ValueError,
+        "ns_steps=5 with ns_coefficients='quintic'.*5 steps: leave ns_steps out",
+    ),
+    (
+        {"ns_steps": 2, "ns_coefficients": [(1.0, 2.0, 3.0)]},
+        ValueError,
+        "coefficients of 1 steps",
+    ),
+    ({"ns_coefficients": "cubic"}, ValueError, "'cubic': allowed are three.*'quintic'"),
+    ({"ns_coefficients": (1.0, 2.0)}, ValueError, r"\(1\.0, 2\.0\): allowed are three"),
+    (
+        {"ns_coefficients": (1.0, 2.0, float("nan"))},
+        ValueError,
+        r"nan\): allowed are three",
+    ),
+    (
+        {"ns_coefficients": [(1.0, float("inf"), 0.0)]},
+        ValueError,
+        "allowed are three finite",
+    ),
+    ({"ns_coefficients": []}, ValueError, "allowed are three"),
+    ({"ns_coefficients": None}, ValueError, "None: allowed are three"),
+    ({"adjust_lr_fn": "rms"}, ValueError, "'rms': allowed are.*None, which is 'original'"),
+    ({"ns_dtype": "int8"}, TypeError, "ns_dtype='int8': allowed are floating"),
+    ({"ns_dtype": "single9"}, TypeError, "ns_dtype='single9': allowed are floating"),
+    ({"ns_dtype": 16}, TypeError, "ns_dtype=16: allowed are floating"),
+    ({"split": 0}, ValueError, "split=0: allowed are a number of equal parts"),
+    ({"split": (2, -2)}, ValueError, "allowed are a number of equal parts"),
+    ({"split": ()}, ValueError, "allowed are a number of equal parts"),
+    ({"split": 2.0}, ValueError, r"split=2\.0: allowed are a number"),
+    ({"momentum": 1.0}, ValueError, r"momentum=1\.0: allowed is finite.*below 1"),
+    ({"eps": -1.0}, ValueError, r"eps=-1\.0"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "text"), BAD, ids=lambda x: str(x)[:40])
+def test_options_that_are_none(options: Any, error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        muon(lr=0.1, **options)
+    with pytest.raises(error, match=text):
+        Muon([torch.nn.Parameter(torch.ones(4, 2))], **options)
+
+
+UNFIT = [
+    ({}, (3,), r"shape \(3,\): Muon takes matrices.*optimi_func\.Mixed"),
+    ({}, (), r"shape \(\): Muon takes matrices"),
+    ({"split": 3}, (4, 3), "split=3 does not divide its 4 rows"),
+    ({"split": (2, 1)}, (4, 3), r"split=\(2, 1\) adds up to 3, not to its 4 rows"),
+    ({"split": 3}, (4, 3, 1, 1), "split=3 does not divide its 4 rows"),
+    ({"split": 3}, (3, 4, 5), "split=3 does not divide its 4 rows"),
+]
+
+
+@pytest.mark.parametrize(("options", "shape", "text"), UNFIT, ids=str)
+def test_parameters_that_it_does_not_take(options: Any, shape: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        muon(lr=0.1, **options).init({"w": torch.ones(shape)})
+    rows = 3 if options == {"split": (2, 1)} else 12
+    good, bad = (torch.nn.Parameter(torch.ones(s)) for s in ((rows, 12), shape))
+    with pytest.raises(ValueError, match=rf"params\['b'\].*{text}"):
+        Muon([("a", good), ("b", bad)], **EAGER, **options)
+    # Put there by hand it is found by the step, before anything moves.
+    optimizer = Muon([good], **EAGER)
+    optimizer.param_groups[0].update(options)
+    optimizer.param_groups[0]["params"].append(bad)
+    for p in (good, bad):
+        p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match=text):
+        optimizer.step()
+    assert (good == 1).all() and not optimizer.state
+
+
+@pytest.mark.kernels
+def test_groups_are_json_and_keep_their_options() -> None:
+    options = {"ns_dtype": torch.float32, "split": [2, 2], "ns_coefficients": [[1, 2, 3]]}
+    optimizer = Muon([torch.nn.Parameter(torch.ones(4, 2))], **options)
+    saved = json.loads(json.dumps(optimizer.defaults))
+    assert saved["ns_dtype"] == "torch.float32" and saved["split"] == [2, 2]
+    twin = Muon([torch.nn.Parameter(torch.ones(4, 2))])
+    packed = optimizer.state_dict()
+    packed["param_groups"][0] |= {k: saved[k] for k in options}
+    twin.load_state_dict(packed)
+    for name in options:
+        assert twin.param_groups[0][name] == saved[name], name
+    ends = []
+    for one in (optimizer, twin):
+        (p,) = one.param_groups[0]["params"]
+        p.grad = torch.eye(4)[:, :2]
+        one.step()
+        ends.append(p.detach())
+    assert torch.equal(*ends) and (ends[0] != 1).any()
+
+
+def started(make: Any, shapes: Any, **options: Any) -> tuple[list[Tensor], Any]:
+    ps = [torch.nn.Parameter(problem(s)[0].float()) for s in shapes]
+    optimizer = make(ps, **options)
+    go_on(ps, optimizer, 0)
+    return ps, optimizer
+
+
+def go_on(ps: list[Tensor], optimizer: Any, start: int) -> None:
+    for i in range(start, start + 4):
+        torch.manual_seed(i)
+        for p in ps:
+            p.grad = torch.randn(p.shape)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw", None])
+def test_states_of_torch_load_and_go_back(scale: str | None) -> None:
+    shapes = [(6, 4), (4, 6)]
+    options: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.2, "adjust_lr_fn": scale}
+    ps, theirs = started(torch.optim.Muon, shapes, **options, momentum=0.9, ns_steps=4)
+    qs = [torch.nn.Parameter(p.detach().clone()) for p in ps]
+    ours = Muon(qs, ns_dtype=torch.bfloat16, **EAGER)
+    ours.load_state_dict(theirs.state_dict())
+    group = ours.param_groups[0]
+    assert group["adjust_lr_fn"] == scale
+    assert (group["momentum"], group["ns_steps"], group["lr"]) == (0.9, 4, 0.05)
+    rs = [torch.nn.Parameter(p.detach().clone()) for p in ps]
+    back = torch.optim.Muon(rs)
+    back.load_state_dict(ours.torch_state_dict())
+    starts = [p.detach().clone() for p in ps]
+    for params, optimizer in ((ps, theirs), (qs, ours), (rs, back)):
+        go_on(params, optimizer, 4)
+    for p, q, r, start in zip(ps, qs, rs, starts):
+        assert torch.equal(p, r)
+        assert (p - q).norm() < 2e-2 * (p - start).norm()
+        assert torch.equal(
+            theirs.state[p]["momentum_buffer"], back.state[r]["momentum_buffer"]
+        )
+
+
+def test_torchs_name_of_a_scale() -> None:
+    ends: list[Any] = []
+    for scale in ("rms_to_rms", "spectral_unclamped", "original"):
+        (w, *_), optimizer = started(Muon, [(3, 6)], adjust_lr_fn=scale, **EAGER)
+        w.grad = torch.linspace(-1, 1, 18).reshape(3, 6).to(w)
+        optimizer.step()
+        ends.append(w.detach().clone())
+    assert torch.equal(ends[0], ends[1]) and not torch.equal(ends[0], ends[2])
+
+
+def test_a_loaded_rule_of_torchs_is_its_own() -> None:
+    """A table is torch's where all its rows are one."""
+    ps, ours = started(Muon, [(4, 4)], ns_coefficients="standard", **EAGER)
+    back = torch.optim.Muon(ps)
+    back.load_state_dict(ours.torch_state_dict())
+    group = back.param_groups[0]
+    assert group["ns_coefficients"] == TABLES["standard"][0] and group["ns_steps"] == 5
+    for options in (
+        {"adjust_lr_fn": "rms_to_rms"},
+        {"ns_coefficients": "quintic"},
+        {"split": 2},
+        {"maximize": True},
+    ):
+        (name,) = options
+        with pytest.raises(ValueError, match=f"cannot go on with {name}="):
+            started(Muon, [(4, 4)], **options, **EAGER)[1].torch_state_dict()
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_parts_of_a_gradient_in_the_momentum(nesterov: bool) -> None:
+    """Exact without Nesterov; with it the last part stands beside the sum."""
+    torch.manual_seed(0)
+    parts = torch.randn(6, 3, 5, 4, dtype=DOUBLE)
+    p = torch.nn.Parameter(torch.randn(5, 4, dtype=DOUBLE))
+    start, b = p.detach().clone(), torch.zeros(5, 4, dtype=DOUBLE)
+    want = start
+    net = torch.nn.ParameterList([p])
+    optimizer = Muon([p], lr=LR, nesterov=nesterov, gradient_release=True, **EAGER)
+    options: dict[str, Any] = {"accumulation": "states", "accumulation_steps": 3}
+    optimi_func.prepare_for_gradient_release(net, optimizer, **options)
+    for some in parts:
+        for g in some:
+            (p * g).sum().backward()
+        optimizer.step()
+        b = 0.95 * b + 0.05 * some.sum(0)
+        d = 0.05 * some[-1] + 0.95 * b if nesterov else b
+        move = reference.rms_scale(5, 4) * reference.orthogonalized(d)
+        want = want - LR * move - LR * 0.1 * want
+    assert_moved_alike(start, p.detach(), want, 1e-12)
+
+
+# NorMuon
+
+
+FIELD = "second_momentum_buffer"
+
+
+def trained(make: Any, shapes: list[Any], steps: int = 60) -> tuple[list[Any], Any]:
+    torch.manual_seed(0)
+    ps = [nn.Parameter(torch.randn(s, dtype=DOUBLE)) for s in shapes]
+    optimizer = make(ps)
+    for i in range(steps):
+        torch.manual_seed(i)
+        for p in ps:
+            p.grad = torch.randn(p.shape, dtype=DOUBLE) * (0.01 + i % 7)
+        optimizer.step()
+    return ps, optimizer
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({}, {}),
+        ({"row_beta": 0.5, "momentum": 0.8}, {"beta2": 0.5, "momentum": 0.8}),
+        (
+            {"nesterov": False, "weight_decay": 0.1},
+            {"nesterov": False, "weight_decay": 0.1},
+        ),
+        ({"adjust_lr_fn": "match_rms_adamw"}, {"use_adjusted_lr": True}),
+    ],
+    ids=str,
+)
+def test_equals_pytorch_optimizer(ours: Any, theirs: Any, monkeypatch: Any) -> None:
+    """The authors' formula, iterated in float64."""
+    package = pytest.importorskip("pytorch_optimizer")
+    module = sys.modules[package.NorMuon.__module__]
+    iterate = module.zero_power_via_newton_schulz_5
+    monkeypatch.setattr(
+        module, "zero_power_via_newton_schulz_5", partial(iterate, dtype=DOUBLE)
+    )
+    shapes = [(7, 5), (4, 9), (6, 2, 3, 3)]
+    usual = {"lr": 0.02, "weight_decay": 0.0, "adjust_lr_fn": "original"}
+
+    def other(ps: Any) -> Any:
+        how = {"lr": 0.02, "foreach": False, **theirs}
+        return package.NorMuon([{"params": ps, "use_muon": True}], **how)
+
+    def own(ps: Any) -> Any:
+        return NorMuon(ps, **{**usual, **ours}, **EAGER)
+
+    starts, _ = trained(own, shapes, 0)
+    for p, q, start in zip(trained(own, shapes)[0], trained(other, shapes)[0], starts):
+        assert_moved_alike(start.detach(), p.detach(), q.detach(), 1e-9)
+
+
+def test_parts_and_stacks_are_matrices_of_their_own() -> None:
+    torch.manual_seed(1)
+    whole, grads = torch.randn(6, 4, dtype=DOUBLE), torch.randn(5, 6, 4, dtype=DOUBLE)
+    how = {"lr": 0.1, "weight_decay": 0.0}
+    rules = {
+        "alone": (normuon(**how), lambda x: list(x.split(2))),
+        "parts": (normuon(**how, split=3), lambda x: [x]),
+        "rows": (normuon(**how, split=(2, 2, 2)), lambda x: [x]),
+        "stack": (normuon(**how), lambda x: [x.view(3, 2, 4)]),
+        "convolutions": (
+            normuon(**how),
+            lambda x: [y.view(2, 1, 2, 2) for y in x.split(2)],
+        ),
+    }
+    ends: dict[str, Tensor] = {}
+    rows: dict[str, Tensor] = {}
+    for name, (rule, of) in rules.items():
+        tree = of(whole)
+        state = rule.init(tree)
+        for g in grads:
+            tree, state = rule.step(tree, of(g), state)
+        ends[name] = torch.cat([x.reshape(-1, 4) for x in tree])
+        fields = [getattr(s, FIELD) for s in state.leaves]
+        rows[name] = torch.cat([x.reshape(-1, 1) for x in fields])
+        assert [x.shape for x in fields] == [
+            (*x.shape[: 1 if x.dim() > 3 else -1], 1) for x in tree
+        ]
+    for name, end in ends.items():
+        torch.testing.assert_close(end, ends["alone"], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(rows[name], rows["alone"], rtol=1e-12, atol=1e-12)
+
+
+def test_rows_move_alike_and_the_whole_as_with_muon() -> None:
+    shapes = [(12, 5)]
+    moves: dict[Any, Tensor] = {}
+    for kind in (Muon, NorMuon):
+        starts, _ = trained(lambda ps: ps, shapes, 0)
+        ps, _ = trained(
+            lambda ps, kind=kind: kind(ps, weight_decay=0.0, **EAGER), shapes, 1
+        )
+        moves[kind] = ps[0].detach() - starts[0].detach()
+    assert moves[NorMuon].norm() == pytest.approx(moves[Muon].norm().item(), rel=1e-6)
+    lengths = {kind: x.norm(dim=1) for kind, x in moves.items()}
+    assert lengths[Muon].std() > 0.1 * lengths[Muon].mean()
+    assert lengths[NorMuon].std() < 1e-6 * lengths[NorMuon].mean()
+
+
+def test_the_rows_are_float32_and_muons_states_do_not_load() -> None:
+    p = torch.ones(4, 3, dtype=torch.bfloat16, requires_grad=True)
+    optimizer, other = (
+        kind([p], **EAGER, **more)
+        for kind, more in ((NorMuon, {"state_dtype": torch.bfloat16}), (Muon, {}))
+    )
+    for x in (optimizer, other):
+        x.init_state()
+    assert optimizer.state[p][FIELD].dtype == torch.float32
+    assert optimizer.state[p][FIELD].shape == (4, 1)
+    with pytest.raises(ValueError, match=f"the optimizer needs .*{FIELD}"):
+        optimizer.load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match=f"'{FIELD}'. are another rule's"):
+        other.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"row_beta=1"):
+        NorMuon([p], row_beta=1.0)
+    with pytest.raises(ValueError, match=r"torch.optim has no NorMuon"):
+        optimizer.torch_state_dict()
+
+
+def test_deepseeks_coefficients_reach_one() -> None:
+    """Of singular values from 0.001 on, which no other table brings as near."""
+    x = torch.logspace(-3, 0, 50, dtype=DOUBLE)
+    found = {}
+    for name, table in TABLES.items():
+        y = x
+        for a, b, c in table:
+            y = a * y + b * y**3 + c * y**5
+        found[name] = (y - 1).abs().max().item()
+    assert found["deepseek"] < 0.01 < min(y for n, y in found.items() if n != "deepseek")

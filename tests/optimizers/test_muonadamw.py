@@ -1,0 +1,442 @@
+"""`MuonAdamW` and `hidden_matrices`: who is what, every option, schedules in classes."""
+
+import copy
+import io
+import logging
+import pickle
+from typing import Any
+
+import pytest
+import reference
+import torch
+from cases import assert_moved_alike
+from released import assert_same
+from torch import Tensor, nn
+
+from optimi_func import (
+    Mixed,
+    Muon,
+    MuonAdamW,
+    NorMuonAdamW,
+    adamw,
+    hidden_matrices,
+    muon,
+    prepare_for_gradient_release,
+)
+from optimi_func.schedules import linear
+
+EAGER: dict[str, Any] = {"compile": False}
+DOUBLE = torch.float64
+
+
+class Block(nn.Module):
+    """Attention with a gate for each head, and a gated MLP or experts with a router."""
+
+    def __init__(self, experts: bool) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24, bias=False), nn.Linear(8, 8, bias=False)
+        self.attn_gate = nn.Linear(8, 2, bias=False)
+        self.heads = nn.ModuleList([nn.Sequential(nn.Linear(8, 4))])
+        self.mlp: Any = nn.Module()
+        if experts:
+            self.mlp.gate = nn.Linear(8, 3, bias=False)
+            self.mlp.experts = nn.Module()
+            self.mlp.experts.w1 = nn.Parameter(torch.randn(3, 8, 16))
+            self.mlp.experts.w1_bias = nn.Parameter(torch.randn(3, 16))
+            self.mlp.shared_experts = nn.ParameterList([torch.randn(8, 16)])
+        else:
+            self.mlp.gate = nn.Linear(8, 16, bias=False)
+            self.mlp.up = nn.Linear(8, 16, bias=False)
+
+
+class Recipe(nn.Module):
+    """A language model with MTP heads, and a policy and a value beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head = nn.Linear(8, 50, bias=False)
+        self.wte, self.wpe = nn.Embedding(50, 8), nn.Embedding(8, 8)
+        self.pos_table = nn.Parameter(torch.randn(4, 5, 8))
+        self.cls = nn.Parameter(torch.randn(1, 1, 8))
+        self.qkvo_bank = nn.Parameter(torch.randn(4, 8, 8))
+        self.blocks = nn.ModuleList([Block(i == 1) for i in range(2)])
+        self.mtp = nn.ModuleList([nn.Linear(8, 50, bias=False)])
+        self.value = nn.Linear(8, 1)
+        self.policy = nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 5))
+        self.output_router = nn.Linear(8, 4)
+
+
+KINDS = {
+    "hidden matrices": [
+        "qkvo_bank",
+        "blocks.0.qkv.weight",
+        "blocks.0.out.weight",
+        "blocks.0.heads.0.0.weight",
+        "blocks.0.mlp.gate.weight",
+        "blocks.0.mlp.up.weight",
+        "blocks.1.qkv.weight",
+        "blocks.1.out.weight",
+        "blocks.1.heads.0.0.weight",
+        "blocks.1.mlp.experts.w1",
+        "blocks.1.mlp.shared_experts.0",
+        "policy.0.weight",
+    ],
+    "parameters not called a weight": ["pos_table", "cls", "blocks.1.mlp.experts.w1_bias"],
+    "output layers": ["lm_head.weight", "mtp.0.weight", "value.weight", "policy.2.weight"],
+    "embeddings": ["wte.weight", "wpe.weight"],
+    "routers and gates": [
+        "blocks.0.attn_gate.weight",
+        "blocks.1.attn_gate.weight",
+        "blocks.1.mlp.gate.weight",
+        "output_router.weight",
+    ],
+}
+
+
+def test_what_is_what() -> None:
+    model = Recipe()
+    found = hidden_matrices(model)
+    expected = copy.deepcopy(KINDS)
+    expected["output layers"].remove("value.weight")
+    expected["matrices of one row or column"] = ["value.weight"]
+    assert {k: x for k, x in found.kinds.items() if k != "vectors"} == expected
+    lines = str(found).splitlines()
+    assert lines[0].startswith("12 hidden matrices: qkvo_bank, blocks.*.qkv.weight, ")
+    assert "1 matrices of one row or column: value.weight" in lines
+    twin = pickle.loads(pickle.dumps(found))
+    assert (twin.kinds, twin.names) == (found.kinds, found.names)
+
+
+def chosen(model: nn.Module, **more: Any) -> list[str]:
+    select = hidden_matrices(model, **more)
+    return [name for name, p in model.named_parameters() if select(name, p)]
+
+
+def named(**layers: nn.Module) -> nn.Module:
+    model = nn.Module()
+    for name, layer in layers.items():
+        setattr(model, name, layer)
+    return model
+
+
+def test_output_layers_by_name_shape_and_place() -> None:
+    first, last = nn.Linear(3, 3), nn.Linear(3, 4)
+    for name in (
+        "lm_head",
+        "head",
+        "unembed",
+        "score",
+        "actor_mean",
+        "mtp_heads",
+        "policy",
+    ):
+        actor = nn.Sequential(nn.Linear(3, 4)) if "actor" in name else nn.Linear(3, 4)
+        model = named(**{name.removesuffix("_mean"): actor}, first=first, last=last)
+        assert chosen(model) == ["first.weight", "last.weight"], name
+    # The last one only if no other is found.
+    assert chosen(named(first=first, last=last)) == ["first.weight"]
+    # Of the shape of the largest embedding, if that is no square.
+    for rows, found in ((5, ["first.weight"]), (3, [])):
+        tables = named(tokens=nn.Embedding(rows, 3), decoder=nn.Linear(3, rows))
+        tables.first = first
+        assert chosen(tables) == (found or ["decoder.weight"])
+
+
+def test_include_and_exclude() -> None:
+    model = Recipe()
+    usual = chosen(model)
+    assert chosen(model, exclude="*.qkv.weight") == [n for n in usual if "qkv." not in n]
+    more = chosen(model, include=["wte.*", "value.weight"])
+    assert {*more} == {*usual, "wte.weight", "value.weight"}
+    assert chosen(model, include="lm_head.weight", exclude="lm*") == usual
+    for option in ("include", "exclude"):
+        with pytest.raises(ValueError, match=f"{option}='lost' is no parameter"):
+            hidden_matrices(model, **{option: "lost"})
+    optimizer = MuonAdamW(model, exclude="policy*", include="lm_head.weight")
+    muons = [n for g in optimizer.param_groups if g["rule"] == "muon" for n in names_of(g)]
+    asked = chosen(model, exclude="policy*", include="lm_head.weight")
+    assert muons == asked != usual
+
+
+def names_of(group: Any) -> list[str]:
+    return group["param_names"]
+
+
+def test_it_is_said_once_in_a_line_a_kind(caplog: Any) -> None:
+    with caplog.at_level(logging.INFO, logger="optimi_func"):
+        MuonAdamW(Recipe())
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"MuonAdamW: {x}" for x in str(hidden_matrices(Recipe())).split("\n")]
+
+
+# Options
+
+
+class Net(nn.Module):
+    """An embedding, a matrix of three and another, a norm, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.norm = nn.Embedding(7, 6), nn.LayerNorm(6)
+        self.qkv, self.out = nn.Linear(6, 18), nn.Linear(18, 6)
+        self.head = nn.Linear(6, 7, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tokens(x)
+        return self.head(self.norm(x + self.out(self.qkv(x).tanh())))
+
+
+def net(dtype: torch.dtype = torch.float32) -> Net:
+    torch.manual_seed(0)
+    model = Net()
+    nn.init.normal_(model.norm.bias)  # decay does not move a 0
+    return model.to(dtype)
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> list[dict[str, Tensor]]:
+    """Train, and return the gradients of each step."""
+    found: list[dict[str, Tensor]] = []
+    for i in steps:
+        x = torch.randint(7, (4, 5), generator=torch.Generator().manual_seed(i))
+        logits = model(x).flatten(0, 1)
+        nn.functional.cross_entropy(logits, x.roll(1, 1).flatten()).backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def path(name: str, p: Tensor, grads: list[Tensor], row_beta: float | None) -> Tensor:
+    """The reference's end of a parameter, for the options below."""
+    factor = {"qkv.weight": 2.0, "tokens.weight": 0.5}.get(name, 1.0)
+    warmup = linear(0.85, 0.95, 3)
+    if name in ("qkv.weight", "out.weight"):
+        p = p.double()
+        s = {"b": torch.zeros_like(p), "r": torch.zeros_like(p)[:, :1]}
+        for t, g in enumerate(grads, 1):
+            split = (6, 6, 6) if name == "qkv.weight" else None
+            at = reference.At(t, 0.02 * factor, 0.02 * factor * 0.1)
+            how = dict(momentum=float(warmup(t - 1)), split=split, row_beta=row_beta)
+            u, s = reference.muon_move(p, s, g, at, **how)
+            p = p + u
+        return p
+    decay = 0.1 if name == "head.weight" else 0.0
+    how = dict(lr=0.003 * factor, weight_decay=decay, betas=(0.8, 0.9), eps=1e-5)
+    return reference.adamw(p, grads, **how)[-1]
+
+
+@pytest.mark.parametrize("row_beta", [None, 0.9])
+def test_it_moves_as_the_formulas_say(row_beta: float | None) -> None:
+    model = net(DOUBLE)
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    options: dict[str, Any] = dict(lr=0.02, adamw_lr=0.003, betas=(0.8, 0.9), eps=1e-5)
+    options |= dict(split={"qkv*": 3}, momentum=linear(0.85, 0.95, 3))
+    options |= dict(lr_multipliers={"qkv.weight": 2.0, "tok*": 0.5, "*": 1.0})
+    if row_beta is None:
+        optimizer = MuonAdamW(model, **options, **EAGER)
+    else:
+        optimizer = NorMuonAdamW(model, row_beta=row_beta, **options, **EAGER)
+    grads = train(model, optimizer, range(5))
+    for name, p in model.named_parameters():
+        want = path(name, start[name], [g[name] for g in grads], row_beta)
+        assert_moved_alike(start[name], p.detach(), want, 1e-9)
+    groups = [(g["rule"][-5:], g["lr"], names_of(g)[0]) for g in optimizer.param_groups]
+    muon_, adam_ = ("rmuon" if row_beta else "muon"), "adamw"
+    assert groups == [
+        (muon_, 0.04, "qkv.weight"),
+        (muon_, 0.02, "out.weight"),
+        (adam_, 0.003, "head.weight"),
+        (adam_, 0.0015, "tokens.weight"),
+        (adam_, 0.003, "norm.weight"),
+    ]
+
+
+MATRICES, REST = {"qkv.weight", "out.weight"}, {"tokens.weight", "norm.weight", "norm.bias"}
+REST |= {"qkv.bias", "out.bias", "head.weight"}
+EVERY = MATRICES | REST
+# Options, and what they move otherwise.
+CHANGED: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "adamw_lr": ({"adamw_lr": 1e-3}, REST),
+    "lr": ({"lr": 1e-3, "adamw_lr": 0.01}, MATRICES),
+    "betas": ({"betas": (0.5, 0.6)}, REST),
+    "eps": ({"eps": 1e-2}, REST),
+    "lr_multipliers": (
+        {"lr_multipliers": {"*.bias": 3.0}},
+        {x for x in REST if "bias" in x},
+    ),
+    "split": ({"split": {"qkv*": [9, 9]}}, {"qkv.weight"}),
+    "exclude": ({"exclude": "out*"}, {"out.weight"}),
+    "include": ({"include": "head*"}, {"head.weight"}),
+    "ns_steps": ({"ns_steps": 2}, MATRICES),
+    "momentum": ({"momentum": linear(0.5, 0.95, 9)}, MATRICES),
+    "row_beta": ({"row_beta": 0.9}, MATRICES),
+    "maximize": ({"maximize": True}, EVERY),
+    "weight_decay": ({"weight_decay": 0.3}, MATRICES | {"head.weight"}),
+    "adamw_weight_decay": ({"adamw_weight_decay": 0.5}, REST),
+    "decouple_lr": ({"decouple_lr": True}, MATRICES | {"head.weight"}),
+    "max_lr": ({"decouple_lr": True, "max_lr": 1.0}, MATRICES | {"head.weight"}),
+    "corrected_decay": (
+        {"corrected_decay": True, "max_lr": 1.0},
+        MATRICES | {"head.weight"},
+    ),
+    "cautious_decay": ({"cautious_decay": True}, MATRICES | {"head.weight"}),
+}
+WITHOUT = {"max_lr": {"decouple_lr": True}}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_decay")
+@pytest.mark.parametrize("name", CHANGED)
+def test_each_option_changes_the_step(name: str) -> None:
+    options, moved = CHANGED[name]
+    # The first step of a moment does not depend on its rate, and moves all that follows.
+    late = name in ("betas", "momentum")
+    models = [net(), net()]
+    for model, more in zip(models, (WITHOUT.get(name, {}), options)):
+        train(model, MuonAdamW(model, **{"lr": 0.01, **more}, **EAGER), range(1 + late))
+    first, second = [dict(model.named_parameters()) for model in models]
+    changed = {n for n in first if not torch.equal(first[n], second[n])}
+    assert moved <= changed if late else changed == moved
+
+
+def test_max_lr_is_that_of_each_group() -> None:
+    options = {"decouple_lr": True, "max_lr": 0.1, "lr_multipliers": {"qkv*": 2.0}}
+    optimizer = MuonAdamW(net(), lr=0.05, adamw_lr=0.01, weight_decay=1e-4, **options)
+    assert {(g["lr"], g["max_lr"]) for g in optimizer.param_groups} == {
+        (0.1, 0.2),
+        (0.05, 0.1),
+        (0.01, 0.02),
+        (0.02, 0.04),
+    }
+
+
+def test_bad_options_are_refused_by_name() -> None:
+    model = net()
+    for option, text in (
+        ({"split": {"head*": 3}}, r"split has 'head\*', which is none of its parameters"),
+        ({"split": {"qkv*": 5}}, "split=5 does not divide its 18 rows"),
+        ({"lr_multipliers": {"lost": 2.0}}, "lr_multipliers has 'lost', which is none"),
+        (
+            {"lr_multipliers": {"tok*": 0.5, "*": 2.0, "qkv*": 3.0}},
+            r"lr_multipliers has 'qkv\*' behind '\*', which matches all",
+        ),
+        (
+            {"lr_multipliers": {"*": -1.0}},
+            "lr_multipliers=-1.0: allowed is finite, at least",
+        ),
+        ({"cautious": True}, "cautious=True with muon"),
+        ({"adamw_lr": -1.0}, "lr=-1.0"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            MuonAdamW(model, **option)
+    with pytest.raises(TypeError, match="split=3: allowed is a dict of names or patterns"):
+        MuonAdamW(model, split=3)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_first_selection_wins() -> None:
+    model = net()
+    parts = ("qkv*", muon(lr=0.1, split=3)), (hidden_matrices(model), muon(lr=0.2))
+    weights = [(n, p) for n, p in model.named_parameters() if n != "qkv.bias"]
+    optimizer = Mixed(weights, *parts, rest=adamw(lr=0.3), **EAGER)
+    found = [(g["lr"], g["split"], names_of(g)) for g in optimizer.param_groups[:2]]
+    assert found == [(0.1, 3, ["qkv.weight"]), (0.2, None, ["out.weight"])]
+    with pytest.raises(
+        ValueError, match=r"'qkv\.weight' selects no parameter that the parts"
+    ):
+        Mixed(weights, *parts, ("qkv.weight", adamw(lr=0.1)), rest=adamw(lr=0.3), **EAGER)
+
+
+# Schedules of the step in classes
+
+
+WARM = linear(0.5, 0.95, 4)
+
+
+def warm(model: nn.Module, **more: Any) -> Any:
+    return MuonAdamW(model, lr=0.02, momentum=WARM, **EAGER, **more)
+
+
+@pytest.mark.parametrize(
+    "way", [{}, {"capturable": True}, {"gradient_release": True}], ids=str
+)
+def test_a_momentum_that_warms_up(way: dict[str, Any]) -> None:
+    """The schedule is of each parameter's step, as numbers written before each step."""
+    model, twin = net(), net()
+    one, other = warm(model, **way), MuonAdamW(twin, lr=0.02, **EAGER)
+    if way.get("gradient_release"):
+        prepare_for_gradient_release(model, one)
+    for i in range(6):
+        train(model, one, range(i, i + 1))
+        other.param_groups[0]["momentum"] = WARM(i)
+        train(twin, other, range(i, i + 1))
+    if way:
+        for p, q in zip(model.parameters(), twin.parameters()):
+            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    else:
+        assert_same((model, one), (twin, other))
+
+
+def test_a_schedule_is_not_saved_and_stays() -> None:
+    model = net()
+    optimizer = warm(model)
+    train(model, optimizer, range(3))
+    file = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), file)
+    file.seek(0)
+    values, state = torch.load(file, weights_only=True)
+    assert "momentum" not in state["param_groups"][0]
+    twin = net()
+    twin.load_state_dict(values)
+    other = warm(twin)
+    other.load_state_dict(state)
+    assert repr(other.param_groups[0]["momentum"]) == repr(WARM)
+    both = copy.deepcopy((model, optimizer))
+    train(model, optimizer, range(3, 6))
+    train(twin, other, range(3, 6))
+    assert_same((model, optimizer), (twin, other))
+    train(*both, range(3, 6))
+    assert_same((model, optimizer), both)
+    with pytest.raises(ValueError, match="cannot go on with a schedule for momentum"):
+        optimizer.torch_state_dict()
+
+
+def test_schedules_that_are_refused() -> None:
+    w = nn.Parameter(torch.ones(2, 2))
+    for name in ("lr", "weight_decay"):
+        with pytest.raises(TypeError, match=f"Invalid {name}|{name}=Ramp"):
+            Muon([w], **{name: WARM}, **EAGER)
+    optimizer = Muon([w], momentum=linear(0.5, 1.5, 2), **EAGER)
+    before = w.detach().clone()
+    for _ in range(2):
+        w.grad = torch.ones(2, 2)
+        if optimizer.state:
+            before = w.detach().clone()
+            with pytest.raises(ValueError, match=r"momentum=1\.0: allowed is"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    assert torch.equal(w, before) and optimizer.state[w]["step"] == 1
+
+
+def test_a_hidden_layer_of_the_embeddings_shape_is_hidden() -> None:
+    """As 4 * 64 beside 256 bytes."""
+    block = nn.ModuleDict({"expand": nn.Linear(8, 32), "contract": nn.Linear(32, 8)})
+    model = nn.ModuleDict(
+        {
+            "tokens": nn.Embedding(32, 8),
+            "blocks": nn.ModuleList([block]),
+            "result": nn.Linear(8, 32),
+        }
+    )
+    hidden = ["blocks.0.expand.weight", "blocks.0.contract.weight"]
+    assert hidden_matrices(model).kinds["hidden matrices"] == hidden
+
+
+def test_a_stage_and_a_backbone_have_no_output_layer() -> None:
+    def block() -> nn.Module:
+        return nn.ModuleDict({"fc": nn.Linear(4, 8), "proj": nn.Linear(8, 4)})
+
+    whole = nn.ModuleDict({"blocks": nn.ModuleList([block(), block()])})
+    every = [f"blocks.{i}.{x}.weight" for i in (0, 1) for x in ("fc", "proj")]
+    assert hidden_matrices(whole).kinds["hidden matrices"] == every
+    whole["last"] = nn.Linear(4, 3)  # the last of all, in no block
+    assert hidden_matrices(whole).kinds["hidden matrices"] == every

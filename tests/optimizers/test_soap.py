@@ -1,0 +1,395 @@
+"""SOAP: its mathematics, the shapes it takes, its bases and when they change."""
+
+from typing import Any
+
+import pytest
+import reference
+import torch
+from cases import LR, assert_moved_alike, problem
+from torch import Tensor, nn
+from torch.func import grad, jvp, vmap
+from torch.utils import _pytree as pytree
+
+from optimi_func import (
+    Storage,
+    prepare_for_gradient_release,
+    soap,
+    soap_init,
+    soap_step,
+    unroll,
+)
+from optimi_func.compiled import soap_step_
+from optimi_func.core import math
+from optimi_func.optimizers import SOAP
+
+EAGER: dict[str, Any] = {"compile": False}
+DOUBLE = torch.float64
+
+
+def stepped(p: Tensor, grads: list[Tensor], **options: Any) -> tuple[Tensor, Any]:
+    optimizer = soap(**{"lr": LR, **options})
+    state = optimizer.init(p)
+    for g in grads:
+        p, state = optimizer.step(p, g, state)
+    return p, state
+
+
+# Shape, options, and what the reference calls them.
+ROWS: list[tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = [
+    ((6, 6), {}, {}),
+    ((7, 5), {}, {}),
+    ((5, 9), {"precondition_frequency": 1}, {}),
+    ((7, 5), {"max_precond_dim": 5, "precondition_frequency": 3}, {}),
+    ((5, 9), {"max_precond_dim": 2}, {}),
+    ((1, 6), {}, {}),
+    ((6,), {}, {}),
+    ((), {}, {}),
+    ((6,), {"precondition_1d": True}, {}),
+    ((4, 3, 5), {}, {}),
+    ((4, 3, 2, 2), {}, {}),
+    ((4, 3, 2, 2), {"merge_dims": True, "max_precond_dim": 12}, {"merged": (12, 4)}),
+    ((4, 3, 2, 2), {"merge_dims": True, "max_precond_dim": 6}, {"merged": (4, 6, 2)}),
+    ((2, 3, 7, 2), {"merge_dims": True, "max_precond_dim": 6}, {"merged": (6, 7, 2)}),
+    ((6, 6), {"shampoo_beta": 0.7, "betas": (0.0, 0.9), "eps": 1e-4}, {}),
+    ((6, 6), {"normalize_grads": True}, {}),
+    ((6, 6), {"correct_bias": False}, {}),
+]
+
+
+@pytest.mark.parametrize(("shape", "options", "called"), ROWS, ids=str)
+def test_sixty_steps_are_the_papers(shape: Any, options: Any, called: Any) -> None:
+    p, grads = problem(shape, steps=60)
+    own = {name: x for name, x in options.items() if name != "merge_dims"}
+    path = reference.soap(p, grads, lr=LR, **own, **called)
+    if options:
+        usual = reference.soap(p, grads, lr=LR)[-1]
+        assert (usual - path[-1]).norm() > 1e-3 * (path[-1] - p).norm()
+    optimizer = soap(lr=LR, **options)
+    now, state = p, optimizer.init(p)
+    for g, want in zip(grads, path):
+        now, state = optimizer.step(now, g, state)
+        assert_moved_alike(p, now, want, 1e-9)
+
+
+def test_the_first_gradient_makes_the_bases_and_moves_nothing_but_decay() -> None:
+    p, (g, *_) = problem((6, 4))
+    moved, state = stepped(p, [g], weight_decay=0.1)
+    torch.testing.assert_close(moved, p * (1 - LR * 0.1), rtol=1e-15, atol=0.0)
+    s = state.leaves
+    assert not s.exp_avg.any() and not s.exp_avg_sq.any()
+    left, right = (x.unflatten(0, (n, n)) for n, x in zip((6, 4), s.bases.split([36, 16])))
+    values = left.mT @ g @ g.mT @ left
+    assert (values.diagonal().diff() <= 1e-12).all()  # from the largest
+    torch.testing.assert_close(values, values.diagonal().diag(), rtol=0.0, atol=1e-12)
+    torch.testing.assert_close(right.mT @ right, torch.eye(4, dtype=DOUBLE))
+
+
+@pytest.fixture
+def decomposed(monkeypatch: Any) -> list[str]:
+    """The decompositions that were computed."""
+    calls: list[str] = []
+
+    def noted(name: str, function: Any) -> Any:
+        return lambda x: (calls.append(name), function(x))[1]
+
+    for name in ("eigh", "qr"):
+        monkeypatch.setattr(torch.linalg, name, noted(name, getattr(torch.linalg, name)))
+    return calls
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "eager": EAGER,
+    "foreach": {"foreach": True},
+    "capturable": {**EAGER, "capturable": True},
+    "pure": {},
+    "pure with a schedule": {"lr": lambda step: LR / (1 + step)},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_only_every_fth_step_pays_for_other_bases(way: str, decomposed: list[str]) -> None:
+    p, grads = problem((6, 4), steps=12)
+    found, before, state = [], torch.zeros(()), None
+    if way.startswith("pure"):
+        optimizer: Any = soap(**{"lr": LR, **WAYS[way]}, precondition_frequency=4)
+        state = optimizer.init(p)
+    else:
+        p = nn.Parameter(p)
+        optimizer = SOAP([p], lr=LR, precondition_frequency=4, **WAYS[way])
+    for g in grads:
+        decomposed.clear()
+        if way.startswith("pure"):
+            p, state = optimizer.step(p, g, state)
+            bases = state.leaves.bases
+        else:
+            p.grad = g
+            optimizer.step()
+            bases = optimizer.state[p]["bases"].clone()
+        found.append(list(decomposed))
+        assert (found[-1] == []) == torch.equal(bases, before)
+        before = bases
+    at = {0: ["eigh"] * 2, 4: ["qr"] * 2, 8: ["qr"] * 2}
+    assert found == [at.get(i, []) for i in range(12)]
+
+
+def test_every_way_is_the_pure_step() -> None:
+    shapes = [(5, 4), (6, 2, 2, 2), (3,), ()]
+    start = [problem(shape, steps=9) for shape in shapes]
+    tree, optimizer = [p for p, _ in start], soap(lr=LR, precondition_frequency=3)
+    state = optimizer.init(tree)
+    for i in range(9):
+        tree, state = optimizer.step(tree, [grads[i] for _, grads in start], state)
+    for way in ("eager", "foreach", "capturable"):
+        ps = [nn.Parameter(p.clone()) for p, _ in start]
+        owner = SOAP(ps, lr=LR, precondition_frequency=3, **WAYS[way])
+        for i in range(9):
+            for p, (_, grads) in zip(ps, start):
+                p.grad = grads[i]
+            owner.step()
+        assert all(map(torch.equal, ps, tree))
+        for p, s in zip(ps, state.leaves):
+            kept = owner.state[p]
+            assert all(torch.equal(kept[k], x) for k, x in s.rule_state._asdict().items())
+
+
+@pytest.mark.kernels
+def test_steps_that_change_bases_take_the_kernels_of_those_that_do_not(graphs: Any) -> None:
+    p, grads = problem((6, 4), steps=25)
+    p = nn.Parameter(p.float())
+    optimizer = SOAP([p], lr=LR, precondition_frequency=4, compile=True)
+    counts: list[int] = []
+    for g in grads:
+        p.grad = g.float()
+        optimizer.step()
+        counts.append(graphs())
+    assert counts[1] == counts[-1]
+
+
+OTHER_SIDES: list[dict[str, Any]] = [
+    {"max_precond_dim": 3},
+    {"merge_dims": True, "max_precond_dim": 6},
+    {"precondition_1d": True},
+]
+
+
+@pytest.mark.parametrize("sides", OTHER_SIDES, ids=str)
+def test_soap_init_takes_the_sides_of_soap_step(sides: dict[str, Any]) -> None:
+    tree = {"w": torch.ones(4, 2, 3), "b": torch.ones(5)}
+    values = soap_init(tree, **sides), soap(lr=LR, **sides).init(tree), soap_init(tree)
+    own, want, usual = [[x.shape for x in pytree.tree_leaves(state)] for state in values]
+    assert own == want != usual
+    moved, state = soap_step(tree, tree, values[0], lr=LR, **sides)
+    soap_step(moved, tree, state, lr=LR, **sides)
+    with pytest.raises(ValueError, match="max_precond_dim=0: allowed are"):
+        soap_init(tree, max_precond_dim=0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "sides"),
+    [
+        ((6, 4), {}, (6, 4)),
+        ((6, 4), {"max_precond_dim": 4}, (4,)),
+        ((6, 4), {"max_precond_dim": 3}, ()),
+        ((6,), {}, ()),
+        ((), {}, ()),
+        ((1, 6), {}, (6,)),
+        ((4, 3, 2, 2), {}, (4, 3, 2, 2)),
+        ((4, 3, 2, 2), {"merge_dims": True, "max_precond_dim": 12}, (12, 4)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, DOUBLE], ids=str)
+def test_the_state_has_no_more_than_its_squares(
+    shape: Any, options: Any, sides: Any, dtype: torch.dtype
+) -> None:
+    p = torch.ones(shape, dtype=dtype, requires_grad=True)
+    optimizer = SOAP([p], lr=LR, **options, **EAGER)
+    optimizer.init_state()
+    s, squares = optimizer.state[p], sum(n * n for n in sides)
+    assert s["factors"].shape == s["bases"].shape == (squares,)
+    names = "exp_avg", "exp_avg_sq", "factors", "bases"
+    wide = torch.promote_types(dtype, torch.float32)
+    assert all(s[name].dtype == wide for name in names)
+    held = sum(s[name].untyped_storage().nbytes() for name in names)
+    assert held == (2 * p.numel() + 2 * squares) * wide.itemsize
+
+
+def test_a_count_that_cannot_be_read() -> None:
+    """Under vmap each member has a count and a frequency's bases of its own."""
+    p, grads = problem((5, 5), steps=13)
+    optimizer = soap(lr=LR, precondition_frequency=3)
+    one, two = stepped(p, [], precondition_frequency=3)[1], None
+    two = one
+    now, later = p, p
+    for g in grads[:4]:  # the second member is four gradients ahead
+        later, two = optimizer.step(later, g, two)
+    both = torch.stack([now, later])
+    states = pytree.tree_map(lambda *x: torch.stack(x), one, two)
+    step = vmap(lambda p, g, s: optimizer.step(p, g, s))
+    for i in range(9):
+        both, states = step(both, torch.stack([grads[i], grads[i + 4]]), states)
+    for got, steps in zip(both, (9, 13)):
+        want, _ = stepped(p, grads[:steps], precondition_frequency=3)
+        assert_moved_alike(p, got, want, 1e-9)
+
+
+@pytest.mark.full
+def test_the_pure_step_under_torch_compile() -> None:
+    p, grads = problem((5, 5), steps=8)
+    options: dict[str, Any] = {"precondition_frequency": 3}
+    want, _ = stepped(p, grads, **options)
+    optimizer = soap(lr=LR, **options)
+    step = torch.compile(optimizer.step, fullgraph=True)
+    now, state = p, optimizer.init(p)
+    for g in grads:
+        now, state = step(now, g, state)
+    assert_moved_alike(p, now, want, 1e-9)
+    tree, state = {"w": p.clone()}, optimizer.init({"w": p})
+    for g in grads:
+        soap_step_(tree, {"w": g}, state, lr=LR, **options)
+    assert_moved_alike(p, tree["w"], want, 1e-9)
+
+
+def test_hypergradients_hold_the_bases_fixed() -> None:
+    """They are those of differences if the gradients do not depend on the parameters."""
+    p, grads = problem((4, 4), steps=6)
+
+    def end(numbers: Tensor) -> Tensor:
+        lr, decay, b1, b2, eps = numbers.unbind()
+        hyper = {"lr": lr, "weight_decay": decay, "betas": (b1, b2), "eps": eps}
+        fixed: dict[str, Any] = {"precondition_frequency": 2, "shampoo_beta": 0.9}
+
+        def make(**given: Any) -> Any:
+            return soap(**given, **fixed)
+
+        run = unroll(make, lambda w, g: (w * g).sum(), p, None, grads, hyper=hyper)
+        return (run.params * p.cos()).sum()
+
+    at = torch.tensor([0.05, 0.1, 0.8, 0.9, 1e-3], dtype=DOUBLE)
+    steps = 1e-6 * torch.eye(5, dtype=DOUBLE)
+    want = torch.stack([(end(at + h) - end(at - h)) / 2e-6 for h in steps])
+    assert (want.abs() > 1e-4).all()
+    torch.testing.assert_close(grad(end)(at), want, rtol=1e-5, atol=1e-7)
+    forward = [jvp(end, (at,), (1e6 * h,))[1] for h in steps]
+    torch.testing.assert_close(torch.stack(forward), want, rtol=1e-5, atol=1e-7)
+    twice = grad(lambda x: grad(end)(x).square().sum())(at)
+    assert twice.isfinite().all()
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 4, 2), nn.Flatten(), nn.Linear(16, 3))
+
+
+def train(net: nn.Module, optimizers: Any, steps: range) -> list[Tensor]:
+    for i in steps:
+        torch.manual_seed(i)
+        x = torch.randn(5, 2, 3, 3, dtype=next(net.parameters()).dtype)
+        net(x).square().mean().backward()
+        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach() for p in net.parameters()]
+
+
+OPTIONS: dict[str, Any] = {"lr": 0.05, "precondition_frequency": 2, **EAGER}
+
+
+def test_other_sides_have_other_squares_which_are_not_cut_to_fit() -> None:
+    net = model()
+    optimizer = SOAP(net.parameters(), **OPTIONS)
+    train(net, optimizer, range(3))
+    optimizer.param_groups[0]["max_precond_dim"] = 3
+    before = [p.detach().clone() for p in net.parameters()]
+    with pytest.raises(ValueError, match=r"\['factors'\] has shape \(28,\).*\(12,\)"):
+        train(net, optimizer, range(1))
+    assert all(map(torch.equal, net.parameters(), before))
+
+
+def test_what_it_refuses() -> None:
+    net = model()
+    for storage in ("compact", Storage(moments="8bit")):
+        with pytest.raises(ValueError, match="soap keeps no moments in 8 bits"):
+            SOAP(net.bfloat16().parameters(), lr=LR, storage=storage).init_state()
+    optimizer = SOAP(net.parameters(), **OPTIONS, gradient_release=True)
+    with pytest.raises(ValueError, match="accumulation='states'"):
+        prepare_for_gradient_release(net, optimizer, accumulation="states")
+    with pytest.raises(ValueError, match="cautious=True with soap"):
+        soap(lr=LR, cautious=True)
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"precondition_frequency": 0}, ValueError, "precondition_frequency=0: allowed are"),
+    ({"precondition_frequency": 2.0}, ValueError, r"precondition_frequency=2\.0: allowed"),
+    ({"max_precond_dim": 0}, ValueError, "max_precond_dim=0: allowed are whole numbers"),
+    ({"max_precond_dim": None}, ValueError, "max_precond_dim=None: allowed are whole"),
+    ({"shampoo_beta": 1.0}, ValueError, r"shampoo_beta=1\.0: allowed is.*below 1"),
+    ({"shampoo_beta": float("nan")}, ValueError, "shampoo_beta=nan: allowed is"),
+    ({"merge_dims": "yes"}, TypeError, "merge_dims='yes': allowed are True and False"),
+    ({"betas": (0.9, 1.0)}, ValueError, r"betas\[1\]=1\.0"),
+    ({"eps": -1.0}, ValueError, r"eps=-1\.0"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "text"), BAD, ids=str)
+def test_options_that_are_none(options: Any, error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        soap(lr=0.1, **options)
+    with pytest.raises(error, match=text):
+        SOAP([nn.Parameter(torch.ones(4, 2))], lr=0.1, **options)
+
+
+def test_what_is_not_finite_raises_nothing_and_shows() -> None:
+    """As with every optimizer; eigh would raise after others have moved."""
+    for bad in (float("nan"), float("inf")):
+        p, good = nn.Parameter(torch.eye(3)), nn.Parameter(torch.eye(3))
+        optimizer = SOAP([good, p], lr=LR, **EAGER)
+        for _ in range(12):
+            p.grad, good.grad = torch.full((3, 3), bad), torch.eye(3)
+            optimizer.step()
+        assert p.isnan().all() and good.isfinite().all()
+
+
+def test_eigenvectors_that_do_not_converge_are_computed_in_float64(
+    monkeypatch: Any,
+) -> None:
+    p, grads = problem((5, 5), steps=4)
+    p, grads = p.float(), [g.float() for g in grads]
+    want, _ = stepped(p, grads)
+    eigh = torch.linalg.eigh
+
+    def fails(x: Tensor) -> Any:
+        if x.dtype == torch.float32:
+            raise torch.linalg.LinAlgError("the algorithm failed to converge")
+        return eigh(x)
+
+    monkeypatch.setattr(torch.linalg, "eigh", fails)
+    got, state = stepped(p, grads)
+    assert state.leaves.bases.dtype == torch.float32
+    assert_moved_alike(p, got, want, 1e-4)
+
+
+def test_factors_by_panels_are_the_whole(monkeypatch: Any) -> None:
+    start, grads = problem((12, 12), steps=25)
+
+    def moved() -> Tensor:
+        p = nn.Parameter(start.clone())
+        optimizer = SOAP([p], lr=LR, compile=False)
+        for g in grads:
+            p.grad = g
+            optimizer.step()
+        return p.detach()
+
+    before = moved()
+    monkeypatch.setattr(math, "_PANELS", 3)
+    assert_moved_alike(start, moved(), before, 1e-9)
+
+
+def test_bases_are_never_bfloat16() -> None:
+    p, grads = problem((8, 8), steps=12)
+    wanted, _ = stepped(p.bfloat16().double(), [g.bfloat16().double() for g in grads])
+    got, state = stepped(p.bfloat16(), [g.bfloat16() for g in grads])
+    exact = got.double() + state.leaves.kahan_comp.double()
+    assert_moved_alike(p.bfloat16(), exact, wanted, 1e-3)
+    q = state.leaves.bases.split(64)[0].view(8, 8)
+    torch.testing.assert_close(q.mT @ q, torch.eye(8), rtol=0.0, atol=1e-5)

@@ -1,0 +1,496 @@
+"""Users' rules with means before the direction, sums over parameters, maps of tensors."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from own_rules import LARS
+from tiers import row
+from torch import Tensor, nn
+
+from optimi_func import compiled, population, prepare_for_gradient_release
+from optimi_func.rules import Betas, Moment, Optimizer, Shaped, Wide, root
+from optimi_func.testing import check_rule
+
+
+class Shifted(Optimizer):
+    """Steps by the mean of the gradient, times the number of elements."""
+
+    factor: float = 1.0
+
+    def measure(self, mean: Any, numel: Tensor, g: Tensor):
+        return {"total": self.factor * mean(g) * numel}
+
+    def direction(self, g: Tensor, total: Tensor):
+        return 0.0 * g + total
+
+
+@pytest.mark.parametrize("how", [{"compile": False}, {"foreach": True}], ids=str)
+@pytest.mark.parametrize("shape", [(3, 5), (7,), ()], ids=str)
+def test_numbers_are_those_of_the_whole_parameter(how: Any, shape: Any) -> None:
+    ps = [torch.zeros(shape, requires_grad=True), torch.zeros(2, requires_grad=True)]
+    optimizer = Shifted(ps, lr=1.0, factor=2.0, **how)
+    for p in ps:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    for p in ps:
+        assert p.grad is not None
+        want = torch.full_like(p, -2.0 * p.grad.sum().item())
+        torch.testing.assert_close(p.detach(), want)
+
+
+def test_slices_of_a_large_parameter_know_the_whole() -> None:
+    p = torch.zeros(1_000_000, requires_grad=True)
+    optimizer = Shifted([p], lr=1.0, compile=False)
+    p.grad = torch.linspace(-1.0, 1.5, p.numel())
+    optimizer.step()
+    torch.testing.assert_close(p[:2].detach(), torch.full((2,), -0.25e6))
+    assert torch.equal(p, p[:1].expand_as(p))
+
+
+class Twice(Shifted):
+    """Steps by the mean of d, which is that of g over its norm, and of x."""
+
+    def direction(self, g: Tensor, x: Tensor, total: Tensor):
+        return g / total + x
+
+    def means(self, mean: Any, d: Tensor):
+        return mean(d)
+
+
+@pytest.mark.parametrize(
+    ("n", "how"),
+    [
+        row(5, {"compile": False}, id="eager"),
+        row(1_000_000, {"compile": False}, id="eager, in slices"),
+        row(5, {"foreach": True}, id="foreach"),
+        row(5, {"compile": True}, id="kernels", tier="full"),
+        row(1_000_000, {"compile": True}, id="kernels, in slices", tier="full"),
+    ],
+)
+def test_means_before_and_after_the_direction(n: int, how: Any) -> None:
+    p = torch.linspace(1.0, 2.0, n, dtype=torch.float64, requires_grad=True)
+    g = torch.linspace(3.0, 5.0, n, dtype=torch.float64)
+    x = p.detach().clone()
+    d = g / g.sum() + x
+    want = x - 0.1 * (d / d.mean() + 0.5 * x)
+    short = p[:3].detach().clone().requires_grad_()
+    optimizer = Twice([p, short], lr=0.1, weight_decay=0.5, **how)
+    p.grad, short.grad = g, g[:3].clone()
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), want, rtol=1e-12, atol=0.0)
+    d = g[:3] / g[:3].sum() + x[:3]
+    want = x[:3] - 0.1 * (d / d.mean() + 0.5 * x[:3])
+    torch.testing.assert_close(short.detach(), want, rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.full
+def test_means_before_and_after_the_direction_are_three_kernels(graphs: Any) -> None:
+    for n in (5, 70_000):
+        trees = [torch.linspace(1.0, 2.0, n + i) for i in range(3)]
+        grads = [torch.linspace(3.0, 5.0, n + i) for i in range(3)]
+        value = Twice.pure(lr=0.1, weight_decay=0.5)
+        found, _ = compiled.step(value, trees, grads, value.init(trees))
+        want, _ = value.step(trees, grads, value.init(trees))
+        torch.testing.assert_close(found, want, rtol=1e-6, atol=0.0)
+    assert graphs() == 3  # two measure, and one moves
+
+
+def test_release_accumulates_and_members_are_measured_apart() -> None:
+    p = torch.zeros(4, requires_grad=True)
+    model = torch.nn.ParameterList([p])
+    optimizer = Shifted(model.parameters(), lr=1.0, gradient_release=True, compile=False)
+    how: Any = {"accumulation": "buffer", "accumulation_steps": 2}
+    prepare_for_gradient_release(model, optimizer, **how)
+    for i in (1.0, 2.0):
+        (i * model[0]).sum().backward()
+    assert model[0].tolist() == [-12.0] * 4
+    hyper = {"factor": torch.tensor([1.0, 2.0])}
+    members = population.init(
+        Shifted.pure, {"w": torch.zeros(4)}, {"lr": torch.ones(2), **hyper}, n=2
+    )
+    members = population.step(
+        Shifted.pure, members, {"w": torch.tensor([1.0, 3.0])[:, None].expand(2, 4)}
+    )
+    assert members.params["w"][:, 0].tolist() == [-4.0, -24.0]
+
+
+def test_parts_of_a_gradient_are_measured_by_themselves() -> None:
+    class Summed(LARS):
+        def accumulate(self, g: Tensor, s: Any, x: Tensor, ratio: Tensor):
+            return self.direction(g, s, x, ratio)
+
+    w = torch.nn.ParameterList([torch.full((3,), 2.0)])
+    hyper: Any = {"lr": 1.0, "momentum": 1.0, "trust": 1.0, "l2": 0.0}
+    optimizer = Summed(w, **hyper, gradient_release=True, compile=False)
+    how: Any = {"accumulation": "states", "accumulation_steps": 2}
+    prepare_for_gradient_release(w, optimizer, **how)
+    for i in (1.0, -3.0):  # halves of each; the ratio does not depend on their sizes
+        (i * w[0]).sum().backward()
+    torch.testing.assert_close(w[0].detach(), torch.full((3,), 2.0))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "whole": (
+        {"whole": lambda self, d: d},
+        r"has measure and whole: allowed is one of both",
+    ),
+    "no mean": ({"measure": lambda self, g: {"total": g}}, r"measure\(g\) returned"),
+    "a tensor": (
+        {"measure": lambda self, mean, g: {"total": mean(g) * g}},
+        r"g is not known in this method \(means are taken at once",
+    ),
+    "a mean of a mean": (
+        {"measure": lambda self, mean, g: {"total": mean(g - mean(g))}},
+        r"means are taken at once",
+    ),
+    "a number": (
+        {"measure": lambda self, mean, g: {"total": (mean(g), self.factor)[1]}},
+        r"returned .*allowed is a dict of numbers that are computed of means",
+    ),
+    "no dict": ({"measure": lambda self, mean, g: mean(g)}, r"allowed is a dict of num"),
+    "an argument": (
+        {
+            "measure": lambda self, mean, g: {"t": mean(g)},
+            "direction": lambda self, g, t: g,
+        },
+        r"measure returned 't', which is an argument of methods or an option",
+    ),
+    "no elements": (
+        {"measure": lambda self, mean, g: {"total": mean(g.flip(0))}},
+        r"measure is not elementwise",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_measures_that_are_refused(name: str) -> None:
+    body, said = REFUSED[name]
+    with pytest.raises(TypeError, match=said):
+        type("Wrong", (Shifted,), body)
+
+
+def test_cautious_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="cautious=True with measure: allowed is False"):
+        Shifted.pure(lr=1.0, cautious=True)
+
+
+class Named(NamedTuple):
+    total: Any
+
+
+def test_numbers_in_a_tuple_with_names() -> None:
+    body = {"measure": lambda self, mean, g: Named(mean(g))}
+    value: Any = type("InTuple", (Shifted,), body).pure(lr=1.0)
+    p = torch.zeros(2)
+    moved, _ = value.step(p, torch.tensor([1.0, 2.0]), value.init(p))
+    assert moved.tolist() == [-1.5, -1.5]
+
+
+class AdamMini(Optimizer):
+    """Adam with one v for each row of a matrix (arXiv:2406.16793)."""
+
+    betas: Betas = Betas(0.9, 0.99)
+    eps: float = 1e-6
+
+    class State(NamedTuple):
+        exp_avg: Shaped
+        rows: Shaped  # v
+
+    def init(self, p: Tensor) -> Any:
+        made: Any = self.State
+        return made(None, (*p.shape[:1], *[1] * (p.dim() - 1)))
+
+    def direction(self, g: Tensor):
+        return g
+
+    def whole(self, d: Tensor, s: State, t: float):
+        b1, b2 = self.betas
+        squares = d * d
+        if d.dim() > 1:
+            squares = squares.mean([*range(1, d.dim())], keepdim=True)
+        m = b1 * s.exp_avg + (1 - b1) * d
+        v = b2 * s.rows + (1 - b2) * squares
+        u = m / (1 - b1**t) / (root(v / (1 - b2**t)) + self.eps)
+        return u, self.State(m, v)
+
+
+def adam_mini(params: Any, grads: Any, lr: float, betas: Any = (0.9, 0.99)) -> Any:
+    b1, b2 = betas
+    for i, p in enumerate(params):
+        m, v = 0 * p, 0 * p
+        for t, step in enumerate(grads, 1):
+            squares = step[i] ** 2
+            for n in range(len(p) if p.dim() > 1 else 0):
+                squares[n] = squares[n].mean()
+            m, v = b1 * m + (1 - b1) * step[i], b2 * v + (1 - b2) * squares
+            p = p - lr * m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + 1e-6)
+        params[i] = p
+    return params
+
+
+def test_a_rule_with_one_number_for_each_row_is_its_loop(small: None) -> None:
+    check_rule(AdamMini, adam_mini, compile=False, betas=(0.8, 0.95))
+
+
+class Left(Optimizer):
+    """A matrix that begins as given, and a moment that the map does not see."""
+
+    beta: float = 0.5
+
+    class State(NamedTuple):
+        exp_avg: Moment
+        left: Shaped
+
+    def init(self, p: Tensor) -> Any:
+        made: Any = self.State
+        return made(None, 2 * torch.eye(p.shape[0], dtype=p.dtype, device=p.device))
+
+    def direction(self, g: Tensor, s: State):
+        assert s.left is None
+        m = self.beta * s.exp_avg + g
+        return m, s._replace(exp_avg=m)
+
+    def whole(self, d: Tensor, s: State, x: Tensor, lr: float) -> Any:
+        assert s.exp_avg is None
+        return s.left @ d + 0 * x * lr, s._replace(left=s.left * (1 - self.beta))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_first_values_of_a_shape_of_their_own(dtype: torch.dtype) -> None:
+    p, g = torch.ones(2, 3, dtype=dtype), torch.full((2, 3), 0.5, dtype=dtype)
+    w = nn.Parameter(p.clone())
+    optimizer: Any = Left([w], lr=0.25, compile=False)
+    value: Any = Left.pure(lr=0.25)
+    state = value.init(p)
+    assert state.leaves.left.dtype == torch.float32
+    for _ in range(2):
+        w.grad = g
+        optimizer.step()
+        p, state = value.step(p, g, state)
+    # The first moves by 0.25 * 2 * 0.5, the second by 0.25 * 1 * 0.75.
+    assert torch.equal(w, p) and p.unique().tolist() == [1 - 0.25 - 0.1875]
+    for left in (state.leaves.left, optimizer.state[w]["left"]):
+        assert left.tolist() == [[0.5, 0.0], [0.0, 0.5]]
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(TypeError, match="fields that are Shaped come last"):
+
+        class Mixed(Optimizer):  # type: ignore
+            class State(NamedTuple):
+                left: Shaped
+                exp_avg: Moment
+
+            def direction(self, g: Tensor, s: State):
+                return g, s
+
+            def whole(self, d: Tensor, s: State) -> Any:
+                return d, s
+
+    with pytest.raises(TypeError, match="are for a class with `whole`"):
+
+        class Lacking(Optimizer):  # type: ignore
+            class State(NamedTuple):
+                left: Shaped
+
+            def direction(self, g: Tensor):
+                return g
+
+    class Shrinks(Left):
+        def whole(self, d: Tensor, s: Left.State) -> Any:  # type: ignore
+            return d, s._replace(left=s.left[:1])
+
+    with pytest.raises(ValueError, match=r"returned left=.* the shape \(2, 2\), which"):
+        Shrinks.pure(lr=0.1).init(torch.ones(2, 3))
+
+    class Alone(Left):
+        def whole(self, d: Tensor, s: Left.State) -> Any:  # type: ignore
+            return d
+
+    with pytest.raises(ValueError, match=r"allowed is \(d, self.State\(...\)\)"):
+        Alone.pure(lr=0.1).init(torch.ones(2, 3))
+
+    class Odd(Left):
+        def init(self, p: Tensor) -> Any:
+            return self.State(None, (2, -1))  # type: ignore
+
+    with pytest.raises(ValueError, match="in Shaped fields of any, and shapes"):
+        Odd.pure(lr=0.1).init(torch.ones(2, 3))
+
+
+# Sums over all parameters
+
+
+class DoG(Optimizer):
+    """Ivgi et al. 2023, arXiv:2302.12022, by the sums up to the step before."""
+
+    first: float = 0.05
+
+    class State(NamedTuple):
+        start: Wide
+
+    class Running(NamedTuple):
+        factor: float = 0.0
+        far: float = 0.0
+        squares: float = 0.0
+
+    def init(self, p: Tensor) -> State:
+        return self.State(p)
+
+    def direction(self, g: Tensor, s: State, r: Running):
+        return g, s, r
+
+    def after(self, x: Tensor, u: Tensor, s: State, r: Running):
+        return r.factor * u, s
+
+    def sums(self, g: Tensor, s: State, x: Tensor):
+        return {"squares": g * g, "far": (x - s.start) ** 2}
+
+    def join(self, r: Running, sums: dict[str, Any]):
+        far = torch.maximum(torch.maximum(r.far, sums["far"] ** 0.5), self.first)
+        squares = r.squares + sums["squares"]
+        return self.Running(far / (squares + 1e-8) ** 0.5, far, squares)
+
+
+def loop(params: list[Tensor], grads: Any, lr: float, first: float = 0.05) -> list[Tensor]:
+    start, factor, far, squares = params, 0.0, first, 0.0
+    for step in grads:
+        far = max(far, sum([((p - x) ** 2).sum() for p, x in zip(params, start)]) ** 0.5)
+        squares += sum([(g * g).sum() for g in step])
+        params = [p - lr * factor * g for p, g in zip(params, step)]
+        factor = far / (squares + 1e-8) ** 0.5
+    return params
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_users_rule_with_sums_is_its_loop(compile: bool, small: None) -> None:
+    allowed = {"bfloat16": 0.2, "bfloat16 exact": 0.2}  # d follows small differences
+    options: dict[str, Any] = {"lr": 1.0, "first": 0.5, "steps": 8}
+    check_rule(DoG, loop, compile=compile, allowed=allowed, **options)
+
+
+def test_each_group_has_sums_of_its_own_and_shows_the_first_scalar() -> None:
+    ps = [torch.ones(3, requires_grad=True) for _ in range(3)]
+    groups = [{"params": ps[:1]}, {"params": ps[1:], "first": 0.2}]
+    optimizer = DoG(groups, lr=1.0, compile=False)
+    grads = [[torch.full((3,), float(i + j)) for i in (1, 2, 3)] for j in range(4)]
+    for step in grads:
+        for p, g in zip(ps, step):
+            p.grad = g
+        optimizer.step()
+    for part, first in (slice(0, 1), 0.05), (slice(1, 3), 0.2):
+        found = [p.detach().double() for p in ps[part]]
+        start = [torch.ones(3, dtype=torch.float64) for _ in found]
+        want = loop(start, [[g.double() for g in step[part]] for step in grads], 1.0, first)
+        torch.testing.assert_close(found, want, rtol=1e-6, atol=0.0)
+    shown = [group["factor"] for group in optimizer.param_groups]
+    assert shown == [optimizer.state[p]["factor"].item() for p in (ps[0], ps[2])]
+    assert 0.0 < shown[0] != shown[1] > 0.0
+
+
+def test_a_parameter_without_a_gradient_counts_with_a_gradient_of_0() -> None:
+    ps = [torch.ones(2, requires_grad=True), torch.ones(5, requires_grad=True)]
+    optimizer = DoG(ps, lr=1.0, compile=False)
+    for i in range(3):
+        for p in ps:
+            p.grad = torch.full_like(p, 2.0)
+        ps[1].grad = None if i == 2 else ps[1].grad
+        optimizer.step()
+    assert optimizer.state[ps[0]]["squares"].item() == 4.0 * (7 + 7 + 2)
+    # The distance of the second counts still.
+    moved = (ps[1] - 1.0).square().sum() + 2 * 2.0**2 * 0.05**2 / 28
+    assert optimizer.state[ps[0]]["far"].item() == pytest.approx(moved.item() ** 0.5)
+
+
+class Sized(Optimizer):
+    """Its factor is the sum of all squares of parameters."""
+
+    class Running(NamedTuple):
+        total: float = 0.0
+
+    def direction(self, g: Tensor, r: Running):
+        return g, r
+
+    def sums(self, g: Tensor, x: Tensor):
+        return x * x
+
+    def join(self, r: Running, sums: Any):
+        return self.Running(sums)
+
+
+def test_parameters_that_never_had_a_gradient_count() -> None:
+    params = [torch.full((2,), 3.0), torch.full((3,), 2.0), torch.ones(9)]
+    value = Sized.pure(lr=0.0)
+    _, state = value.step(params[:2], [torch.ones(2), None], value.init(params[:2]))
+    ps = [p.clone().requires_grad_(i < 2) for i, p in enumerate(params)]
+    optimizer = Sized(ps, lr=0.0, compile=False)
+    ps[0].grad = torch.ones(2)
+    optimizer.step()
+    total = optimizer.state[ps[0]]["total"].item()
+    assert total == state.leaves[0].running.total.item() == 2 * 9 + 3 * 4
+    assert [*optimizer.state] == ps[:1]
+
+
+def test_cautious_is_refused_with_sums() -> None:
+    with pytest.raises(ValueError, match="DoG: cautious=True with sums: allowed is False"):
+        DoG.pure(lr=1.0, cautious=True)
+    with pytest.raises(ValueError, match="DoG: cautious=True with sums"):
+        DoG([torch.ones(1, requires_grad=True)], lr=1.0, cautious=True)
+
+
+class One(NamedTuple):
+    total: float = 0.0
+
+
+class Rate(NamedTuple):
+    size: float = 0.0
+
+
+SUMS: dict[str, Any] = {
+    "Running": One,
+    "direction": lambda self, g, r: (g, r),
+    "sums": lambda self, g: g * g,
+    "join": lambda self, r, sums: One(r.total + sums),
+}
+REFUSED_SUMS: dict[str, tuple[dict[str, Any], str]] = {
+    "no join": ({"join": None}, r"has no join: `sums` go with"),
+    "no sums": ({"sums": None}, r"has no sums: `sums` go with"),
+    "no Running": (
+        {"Running": None, "direction": lambda self, g: g},
+        r"has no Running: `sums` go with",
+    ),
+    "means": ({"means": lambda self, mean, g: mean(g)}, r"has means: `sums` go with"),
+    "a number": ({"sums": lambda self, g: 2.0}, r"sums returned 2\.0: allowed are tensors"),
+    "a scalar": ({"sums": lambda self, g: self.size}, r"sums returned .*allowed are tens"),
+    "no element": ({"sums": lambda self, g: g.flip(0)}, r"sums is not elementwise"),
+    "tensors": (
+        {"join": lambda self, r, sums: sums},
+        r"join returned .*allowed is self\.Running\(\.\.\.\) of scalars",
+    ),
+    "the step": (
+        {"join": lambda self, r, sums, t: r},
+        r"join takes r, sums, t: allowed are",
+    ),
+    "an option": (
+        {
+            "Running": Rate,
+            "direction": lambda self, g, r: (g, r),
+            "join": lambda self, r, sums: Rate(sums),
+        },
+        r"Running has a field 'size', which is an option",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_SUMS)
+def test_sums_that_are_refused(name: str) -> None:
+    body, said = REFUSED_SUMS[name]
+    made = {k: x for k, x in {**SUMS, **body}.items() if x is not None}
+    with pytest.raises(TypeError, match=said):
+        type(
+            "Summing",
+            (Optimizer,),
+            {"__annotations__": {"size": float}, "size": 0.5, **made},
+        )
+    type("Summing", (Optimizer,), SUMS)

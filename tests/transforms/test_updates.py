@@ -1,0 +1,576 @@
+"""Transforms that see parameters, paths and extras, and those after the optimizer."""
+
+import copy
+import math
+import pickle
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from cases import MATRICES, NAMES, Case, assert_moved_alike
+from torch import Tensor, nn
+from torch.func import grad, jvp, vmap
+from torch.utils import _pytree as pytree
+
+from optimi_func import adamw, lion, prepare_for_gradient_release, sgd, unroll
+from optimi_func.rules import Optimizer
+from optimi_func.transforms import (
+    GradientTransform,
+    add_noise,
+    apply_if_finite,
+    centralize,
+    chain,
+    clip_global_norm,
+    clip_param_norm,
+    clip_value,
+    ema,
+    every_k,
+    masked,
+    partition,
+)
+
+Tensors = dict[str, Tensor]
+
+
+def problem(steps: int = 10, dtype: torch.dtype = torch.float64):
+    torch.manual_seed(0)
+    params = {"w": 1 + 0.5 * torch.randn(4, 3), "b": torch.randn(3)}
+    grads = [{k: torch.randn(p.shape) for k, p in params.items()} for _ in range(steps)]
+    return pytree.tree_map(lambda x: x.to(dtype), (params, grads))
+
+
+def run(optimizer: Any, params: Any, grads: list[Any], **options: Any) -> Any:
+    state = optimizer.init(params, **options)
+    for g in grads:
+        params, state = optimizer.step(params, g, state)
+    return params
+
+
+def flat(tree: Any) -> Tensor:
+    return torch.cat([x.flatten() for x in pytree.tree_leaves(tree)])
+
+
+def no_state(params: Any) -> tuple[()]:
+    return ()
+
+
+def scale(factor: Any) -> GradientTransform:
+    return GradientTransform(no_state, scaled, {"factor": factor})
+
+
+def scaled(updates, state, step, factor):
+    return [None if u is None else factor * u for u in updates], state
+
+
+def plain_adamw(params: Tensors, grads: list[Tensors], lr: float, change: Any) -> Tensors:
+    """AdamW's loop of its paper, whose update `change` rewrites."""
+    now = {k: p.clone() for k, p in params.items()}
+    m, v = ({k: torch.zeros_like(p) for k, p in params.items()} for _ in range(2))
+    for t, g in enumerate(grads, 1):
+        updates = {}
+        for k, p in now.items():
+            m[k] = 0.9 * m[k] + 0.1 * g[k]
+            v[k] = 0.99 * v[k] + 0.01 * g[k] ** 2
+            d = (m[k] / (1 - 0.9**t)) / ((v[k] / (1 - 0.99**t)).sqrt() + 1e-6)
+            updates[k] = -lr * d - lr * 0.1 * p
+        for k, u in change(updates, now, t - 1).items():
+            now[k] = now[k] + u
+    return now
+
+
+def clipped(limit: float):
+    def change(updates: Tensors, now: Tensors, i: int) -> Tensors:
+        norm = math.sqrt(sum(u.square().sum().item() for u in updates.values()))
+        return {k: u * min(1, limit / (norm + 1e-6)) for k, u in updates.items()}
+
+    return change
+
+
+def kept_above(updates, state, step, params, low: float = 0.0):
+    at = [None if u is None else torch.maximum(u, low - p) for u, p in zip(updates, params)]
+    return at, state
+
+
+AFTER: dict[str, tuple[Any, Any]] = {
+    "joint norm": (clip_global_norm(0.02), clipped(0.02)),
+    "elements": (
+        clip_value(0.003),
+        lambda us, now, i: {k: u.clamp(-0.003, 0.003) for k, u in us.items()},
+    ),
+    "each norm": (
+        clip_param_norm(0.02),
+        lambda us, now, i: {k: clipped(0.02)({k: u}, now, i)[k] for k, u in us.items()},
+    ),
+    "scheduled": (
+        scale(lambda step: 0.5**step),
+        lambda us, now, i: {k: u * 0.5**i for k, u in us.items()},
+    ),
+    "projected": (
+        GradientTransform(no_state, kept_above),
+        lambda us, now, i: {k: torch.maximum(u, -now[k]) for k, u in us.items()},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_a_part_after_the_optimizer_rewrites_its_update(name: str) -> None:
+    part, change = AFTER[name]
+    params, grads = problem()
+    params["b"] = params["b"].abs() * 1e-2  # for the projection
+    grads = [{**g, "b": g["b"].abs()} for g in grads]
+    bare = adamw(lr=0.02, weight_decay=0.1)
+    got = run(chain(bare, part), params, grads)
+    want = plain_adamw(params, grads, 0.02, change)
+    assert_moved_alike(flat(params), flat(got), flat(want), 1e-12)
+    assert not torch.allclose(flat(got), flat(run(bare, params, grads)), rtol=1e-3)
+    if name == "projected":
+        assert (got["b"] >= 0).all() and not (run(bare, params, grads)["b"] >= 0).all()
+
+
+def test_both_sides_of_one_optimizer() -> None:
+    """Gradients are clipped before it, updates after it, from left to right."""
+    params, grads = problem()
+    clip, bare = clip_global_norm(1.0), adamw(lr=0.02, weight_decay=0.1)
+    got = run(chain(clip, bare, scale(0.5), clip_global_norm(0.01)), params, grads)
+
+    def change(us: Tensors, now: Tensors, i: int) -> Tensors:
+        return clipped(0.01)({k: 0.5 * u for k, u in us.items()}, now, i)
+
+    norms = [flat(g).norm().item() for g in grads]
+    smaller = [
+        {k: x * min(1, 1 / (n + 1e-6)) for k, x in g.items()} for g, n in zip(grads, norms)
+    ]
+    want = plain_adamw(params, smaller, 0.02, change)
+    assert_moved_alike(flat(params), flat(got), flat(want), 1e-12)
+    state = chain(clip, bare, add_noise(0.1, seed=1)).init(params)
+    assert [type(x).__name__ for x in state.transforms] == ["tuple", "NoiseState"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_part_that_changes_nothing_leaves_every_bit(name: str) -> None:
+    """Lookahead and averages, which come after it, included."""
+    params, grads = problem()
+    if name in MATRICES:
+        params, *grads = ({"w": x["w"]} for x in (params, *grads))
+    bare = Case(name).functional()
+    around, halved = chain(bare, scale(1.0)), chain(bare, scale(0.5))
+    want = flat(run(bare, params, grads))
+    assert torch.equal(flat(run(around, params, grads)), want)
+    assert not torch.equal(flat(run(halved, params, grads)), want)
+
+
+@pytest.mark.parametrize("storage", ["compact", "exact", None])
+def test_a_rewritten_update_is_added_in_its_storage(storage: Any) -> None:
+    """Half of each update is a step with half of lr, compensation and codes included."""
+    params, grads = problem(6, torch.bfloat16)
+    params = {**params, "m": torch.randn(64, 128).bfloat16()}
+    grads = [{**g, "m": torch.randn(64, 128).bfloat16()} for g in grads]
+    ours, theirs = chain(adamw(lr=1e-3), scale(0.5)), adamw(lr=5e-4)
+    got = run(ours, params, grads, storage=storage)
+    want = run(theirs, params, grads, storage=storage)
+    assert torch.equal(flat(got), flat(want))
+    assert not torch.equal(flat(got), flat(params))
+
+
+def test_what_a_part_after_sees_of_a_low_precision_parameter() -> None:
+    """The parameter with its compensation, so that a bound on it holds."""
+    seen = []
+
+    def look(updates, state, step, params):
+        seen.append((updates[0].dtype, params[0]))
+        return updates, state
+
+    p = torch.full((4,), 1.0).bfloat16()
+    optimizer = chain(sgd(lr=1e-4), GradientTransform(no_state, look))
+    state = optimizer.init([p])
+    now = [p]
+    for _ in range(2):
+        now, state = optimizer.step(now, [torch.ones(4).bfloat16()], state)
+    assert [x for x, _ in seen] == [torch.float32] * 2
+    torch.testing.assert_close(seen[1][1], torch.full((4,), 1 - 1e-4), rtol=1e-6, atol=0)
+
+
+def wide_nest(lr: Any, limit: Any) -> Any:
+    inner = chain(clip_value(1.5), adamw(lr=lr), clip_global_norm(limit))
+    return ema(inner, 0.5)
+
+
+def test_updates_vmap_and_differentiate() -> None:
+    params, grads = problem(4)
+
+    def end(lr: Tensor, limit: Tensor) -> Tensor:
+        return flat(run(wide_nest(lr, limit), params, grads)).square().sum()
+
+    at = [torch.tensor(x).double() for x in (0.02, 0.03)]
+    many = vmap(end)(*(torch.stack([x, 0.7 * x]) for x in at))
+    assert torch.allclose(many[1], end(*(0.7 * x for x in at)), rtol=1e-12)
+    got, h = grad(end, argnums=(0, 1))(*at), 1e-6
+    for i, x in enumerate(got):
+        ends = [end(*(y + s * h * (i == j) for j, y in enumerate(at))) for s in (1, -1)]
+        assert x.item() == pytest.approx((ends[0] - ends[1]).item() / (2 * h), rel=1e-5)
+    assert got[1].item() != 0
+    forward = jvp(end, tuple(at), tuple(torch.ones_like(x) for x in at))[1]
+    assert forward.item() == pytest.approx(sum(x.item() for x in got), rel=1e-9)
+
+
+def by_path(grads, state, step, paths, params, loss):
+    pairs = zip(grads, paths, params)
+    found = [g * loss if path.endswith("b") else g + p for g, path, p in pairs]
+    return found, state
+
+
+def test_all_of_it_compiles_into_one_graph(graphs) -> None:
+    params, grads = problem(3)
+    optimizer = chain(
+        clip_global_norm(1.0),
+        GradientTransform(no_state, by_path),
+        adamw(lr=0.02),
+        clip_value(0.01),
+    )
+    step = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")
+    ours = theirs = params, optimizer.init(params)
+    for i, g in enumerate(grads):
+        loss = torch.tensor(0.5 + i).double()
+        ours = step(ours[0], g, ours[1], loss=loss)
+        theirs = optimizer.step(theirs[0], g, theirs[1], loss=loss)
+    assert graphs() == 1
+    for x, y in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs)):
+        assert torch.allclose(x, y, rtol=1e-12)
+
+
+# What a rewrite is given
+
+
+def test_rewrites_take_what_they_name() -> None:
+    seen: dict[str, Any] = {}
+
+    def look(grads, mine, when, *, paths, params, loss, scale=3.0, other=None):
+        seen.update(paths=paths, params=params, loss=loss, scale=scale, other=other)
+        return grads, mine
+
+    p = {"body": [torch.ones(2).bfloat16(), {"b": torch.ones(1)}], "head": None}
+    g = {"body": [torch.ones(2).bfloat16(), {"b": torch.ones(1)}], "head": None}
+    optimizer = ema(chain(GradientTransform(no_state, look), sgd(lr=0.1)), 0.9)
+    optimizer.step(p, g, optimizer.init(p), loss=torch.tensor(2.0), scale=5.0)
+    assert seen["paths"] == ["body.0", "body.1.b"]
+    assert [x.dtype for x in seen["params"]] == [torch.float32] * 2
+    assert (seen["loss"].item(), seen["scale"], seen["other"]) == (2.0, 5.0, None)
+
+
+def test_extras_that_are_missing_or_that_nobody_takes() -> None:
+    def takes_loss(grads, state, step, loss):
+        return [g * loss for g in grads], state
+
+    p, g = {"w": torch.ones(2)}, {"w": torch.ones(2)}
+    optimizer = chain(clip_value(1.0), GradientTransform(no_state, takes_loss), sgd(lr=0.1))
+    state = optimizer.init(p)
+    with pytest.raises(TypeError, match=r"part 1, .*takes_loss, takes 'loss'.*loss=\.\.\."):
+        optimizer.step(p, g, state)
+    with pytest.raises(
+        TypeError,
+        match=r"the step of sgd got the extras \['hessian'\]: its direction takes \[\]",
+    ):
+        optimizer.step(p, g, state, loss=2.0, hessian=1.0)
+    moved, _ = optimizer.step(p, g, state, loss=2.0)
+    assert moved["w"].tolist() == pytest.approx([0.8, 0.8])
+
+
+class Scaled(Optimizer):
+    def direction(self, g: Tensor, loss: Tensor):
+        return g * loss
+
+
+@pytest.mark.parametrize("around", [lambda o: o, lambda o: ema(o, 0.9)])
+def test_an_extra_is_given_to_a_transform_and_to_the_rule(around: Any) -> None:
+    def takes_loss(grads, state, step, loss, other=0.0):
+        return [g * loss for g in grads], state
+
+    optimizer = chain(GradientTransform(no_state, takes_loss), around(Scaled.pure(lr=0.1)))
+    p, loss = torch.ones(2), torch.tensor(3.0)
+    moved, _ = optimizer.step(p, torch.ones(2), optimizer.init(p), loss=loss, other=1.0)
+    assert moved.tolist() == pytest.approx([0.1, 0.1])
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+def test_a_graph_sees_the_same_paths() -> None:
+    found: list[list[str]] = []
+
+    def look(grads, state, step, paths):
+        found.append(paths)
+        return grads, state
+
+    optimizer = chain(GradientTransform(no_state, look), sgd(lr=0.1))
+    inner = OrderedDict(z=torch.ones(1), a=(torch.ones(1), torch.ones(2)))
+    tree = {"pair": Pair(torch.ones(1), [torch.ones(1), inner]), 3: torch.ones(1)}
+    state = optimizer.init(tree)
+    optimizer.step(tree, tree, state)
+
+    def paths_alone(p: Any) -> Tensor:
+        optimizer.step(p, p, state)
+        return p[3] + 1
+
+    torch.compile(paths_alone, fullgraph=True, backend="eager")(tree)
+    assert found[0] == found[-1] and len(found) == 2
+    assert found[0] == ["pair.first", "pair.second.0", *found[0][2:5], "3"]
+
+
+# What it returns
+
+WRONG: list[tuple[Any, type[Exception], str]] = [
+    (lambda g, s, t: g, TypeError, r"returned a list: allowed is \(grads, state\)"),
+    (lambda g, s, t: (g[:1], s), ValueError, "returned a list in the place of 2 gradients"),
+    (lambda g, s, t: ({"w": g[0]}, s), ValueError, "returned a dict in the place of 2"),
+    (
+        lambda g, s, t: ([g[0].sum(), g[1]], s),
+        ValueError,
+        r"returned a tensor of shape \(\) .* for leaf 0, .* tensor of shape \(4, 3\)",
+    ),
+    (lambda g, s, t: ([0.0, g[1]], s), ValueError, r"returned 0\.0 for leaf 0"),
+    (
+        lambda g, s, t: (g, None),
+        ValueError,
+        "returned a state of another structure than that of",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rewrite", "error", "text"), WRONG)
+@pytest.mark.parametrize("after", [False, True])
+def test_a_rewrite_that_returns_another_structure(rewrite, error, text, after) -> None:
+    params, (g,) = problem(1)
+    own = GradientTransform(lambda params: {"mean": torch.zeros(())}, rewrite)
+    parts = [clip_value(1.0), sgd(lr=0.1), own] if after else [clip_value(1.0), own]
+    optimizer = chain(*parts, *[sgd(lr=0.1)] * (not after))
+    place = f"^chain's part {1 + after}, <lambda>, "
+    with pytest.raises(error, match=place + text):
+        optimizer.step(params, g, optimizer.init(params))
+
+
+def test_an_update_is_not_none() -> None:
+    params, (g,) = problem(1)
+    none = GradientTransform(no_state, lambda g, s, t: ([None] * len(g), s))
+    before = chain(none, sgd(lr=0.1))
+    moved, _ = before.step(params, g, before.init(params))
+    assert moved["w"] is params["w"]
+    after = chain(sgd(lr=0.1), none)
+    with pytest.raises(ValueError, match="have to return an update for each leaf with"):
+        after.step(params, g, after.init(params))
+    zeros = GradientTransform(no_state, lambda g, s, t: ([torch.zeros(3)] * len(g), s))
+    after = chain(sgd(lr=0.1), zeros)
+    with pytest.raises(ValueError, match=r"zeros move nothing\), and None for the others"):
+        after.step({"b": params["b"]}, {"b": None}, after.init({"b": params["b"]}))
+
+
+class Own:
+    def __init__(self, step: Any) -> None:
+        self.step = step
+
+    def init(self, params: Any) -> dict[str, Tensor]:
+        return {"count": torch.zeros(())}
+
+
+BAD_STEPS: list[tuple[Any, type[Exception], str]] = [
+    (lambda p, g, s: p, TypeError, r"returned a dict: allowed is \(params, state\)"),
+    (lambda p, g, s: (list(p.values()), s), ValueError, "returned and params differ in"),
+    (
+        lambda p, g, s: ({**p, "w": p["w"].sum()}, s),
+        ValueError,
+        r"returned a tensor of shape \(\) .* for params\['w'\]",
+    ),
+    (lambda p, g, s: (p, {}), ValueError, "returned a state of another structure"),
+]
+AROUND = {
+    "chain": lambda opt: chain(clip_value(1.0), opt),
+    "ema": lambda opt: ema(opt, 0.9),
+    "every_k": lambda opt: every_k(opt, 2),
+    "apply_if_finite": apply_if_finite,
+    "partition": lambda opt: partition(("*", opt)),
+    "masked": lambda opt: masked(opt, "*"),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+@pytest.mark.parametrize(("step", "error", "text"), BAD_STEPS)
+def test_an_own_optimizer_that_returns_another_structure(name, step, error, text) -> None:
+    params, (g,) = problem(1)
+    optimizer = AROUND[name](Own(step))
+    with pytest.raises(error, match=f"the step of {name}'s optimizer, Own, {text}"):
+        optimizer.step(params, g, optimizer.init(params))
+
+
+# Where there are no updates
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        ema(sgd(lr=0.1), 0.9),
+        partition(("*", sgd(lr=0.1))),
+        chain(clip_value(1.0), sgd(lr=0.1)),
+        Own(lambda p, g, s: (p, s)),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_optimizers_that_hand_out_no_updates_are_refused(inner: Any) -> None:
+    with pytest.raises(TypeError, match="which hands out no updates: allowed are"):
+        chain(inner, clip_value(1.0))
+
+
+def test_the_chain_goes_inside_of_what_is_refused() -> None:
+    params, grads = problem()
+    each = chain(sgd(lr=0.1), clip_value(0.01))
+    parts = partition(("w", each), rest=chain(lion(lr=0.1), scale(0.1)))
+    got = run(every_k(ema(parts, 0.9), 1), params, grads)
+    assert (got["w"] - params["w"]).abs().max() <= 0.1 + 1e-12
+    assert torch.equal(got["b"], run(lion(lr=0.1 * 0.1), params, grads)["b"])
+
+
+def test_gradient_release_takes_no_chain() -> None:
+    with pytest.raises(TypeError, match=r"Chain.*is not one of optimi_func's classes"):
+        prepare_for_gradient_release(nn.Linear(2, 2), chain(sgd(lr=0.1), scale(0.1)))  # type: ignore
+
+
+# Numbers
+
+
+def test_a_limit_that_is_written_to_is_read_and_checked_by_each_step() -> None:
+    limit, p = torch.tensor(0.5).double(), torch.zeros(1)
+    optimizer = chain(clip_value(limit), sgd(lr=1.0))
+    state, moved = optimizer.init(p), []
+    for x in (0.5, 0.25, math.inf):  # a limit that is off
+        limit.fill_(x)
+        moved += optimizer.step(p, -torch.ones(1), state)[0].tolist()
+    assert moved == [0.5, 0.25, 1.0]
+    limit.fill_(-1.0)
+    with pytest.raises(ValueError, match=r"limit=-1\.0: allowed"):
+        optimizer.step(p, p, state)
+
+
+BAD_NUMBERS: list[tuple[Any, type[Exception], str]] = [
+    (
+        lambda: GradientTransform(no_state, lambda g, s, t: (g, s), {"beta": 0.9}),
+        TypeError,
+        r"numbers has 'beta', but rewrite takes \[\]",
+    ),
+    *[
+        (
+            lambda name=name: GradientTransform(
+                no_state, lambda g, s, t, params=0, paths=0: (g, s), {name: 7.0}
+            ),
+            TypeError,
+            f"numbers has '{name}', which chain gives to rewrite: allowed are other names",
+        )
+        for name in ("grads", "state", "step", "params", "paths")
+    ],
+]
+
+
+@pytest.mark.parametrize(("make", "error", "text"), BAD_NUMBERS)
+def test_what_numbers_refuse(make, error, text: str) -> None:
+    with pytest.raises(error, match=text):
+        make()
+
+
+def pickled(x: Any) -> Any:
+    return pickle.loads(pickle.dumps(x))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_copies_and_saved_states(copied: Any, tmp_path) -> None:
+    params, grads = problem(6)
+    before = clip_value(1.0), clip_param_norm(0.9), clip_global_norm(1.0), centralize()
+    parts = *before, adamw(lr=0.1), scale(0.5), add_noise(0.01, seed=1)
+    optimizer = ema(chain(*parts), 0.9)
+    other = copied(optimizer)
+    state = other.init(params)
+    torch.save(pytree.tree_leaves(state), tmp_path / "state.pt")
+    leaves = torch.load(tmp_path / "state.pt", weights_only=True)
+    state = pytree.tree_unflatten(leaves, pytree.tree_structure(optimizer.init(params)))
+    now = params
+    for g in grads:
+        now, state = other.step(now, g, state)
+    assert torch.equal(flat(now), flat(run(optimizer, params, grads)))
+
+
+class Weighed(Optimizer):
+    def direction(self, g: Tensor, weight: Tensor):
+        return weight * g
+
+
+P = {"a": torch.zeros(2), "b": torch.zeros(3)}
+G = {"a": torch.ones(2), "b": torch.ones(3)}
+W = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0, 4.0, 5.0])}
+
+
+def weighed() -> Any:
+    return Weighed.pure(lr=1.0)
+
+
+def test_every_k_gives_the_extras_of_the_kth_call() -> None:
+    opt = every_k(weighed(), 2)
+    p, state = opt.step(P, G, opt.init(P), weight=torch.tensor(9.0))
+    assert p["a"].tolist() == [0.0, 0.0]
+    p, state = opt.step(p, G, state, weight=W)
+    assert [p["a"].tolist(), p["b"].tolist()] == [[-1, -2], [-3, -4, -5]]
+
+
+def test_apply_if_finite_passes_extras_on() -> None:
+    opt = apply_if_finite(weighed())
+    p, state = opt.step(P, G, opt.init(P), weight=W)
+    assert p["a"].tolist() == [-1, -2]
+    bad = {**G, "b": torch.full((3,), torch.nan)}
+    q, _ = opt.step(p, bad, state, weight=W)
+    assert torch.equal(q["a"], p["a"])
+
+
+def test_parts_get_their_part_of_the_extras_that_they_take() -> None:
+    opt = partition(("a", weighed()), rest=sgd(lr=1.0))
+    p, _ = opt.step(P, G, opt.init(P), weight=W)
+    assert [p["a"].tolist(), p["b"].tolist()] == [[-1, -2], [-1, -1, -1]]
+    both = partition(("a", weighed()), rest=every_k(weighed(), 1))
+    p, _ = both.step(P, G, both.init(P), weight=W)
+    assert [p["a"].tolist(), p["b"].tolist()] == [[-1, -2], [-3, -4, -5]]
+    p, _ = both.step(P, G, both.init(P), weight=torch.tensor(2.0))
+    assert [p["a"].tolist(), p["b"].tolist()] == [[-2, -2], [-2, -2, -2]]
+    alone = masked(weighed(), "b")
+    p, _ = alone.step(P, G, alone.init(P), weight=W)
+    assert [p["a"].tolist(), p["b"].tolist()] == [[0, 0], [-3, -4, -5]]
+
+
+def test_a_chain_around_a_partition_keeps_what_parts_take() -> None:
+    def scaled(grads: Any, state: Any, step: Tensor, weight: Any) -> Any:
+        return [None if g is None else 10.0 * g for g in grads], state
+
+    parts = partition(("a", weighed()), rest=sgd(lr=1.0))
+    opt = chain(GradientTransform(lambda params: (), scaled), parts)
+    p, _ = opt.step(P, G, opt.init(P), weight=W)
+    assert [p["a"].tolist(), p["b"].tolist()] == [[-10, -20], [-10, -10, -10]]
+
+
+def test_extras_that_nobody_takes_are_named() -> None:
+    opt = partition(("a", sgd(lr=1.0)), rest=sgd(lr=1.0))
+    with pytest.raises(TypeError, match="partition got the extra 'weight': no part takes"):
+        opt.step(P, G, opt.init(P), weight=W)
+
+
+def test_unrolled_steps_take_extras_and_return_aux() -> None:
+    def loss(p: Any, x: Tensor) -> Any:
+        return (p * x).sum(), {"seen": x, "p": p}
+
+    def extras(p: Any, g: Any, x: Tensor) -> Any:
+        return {"weight": 0.5 * x}
+
+    def end(lr: Tensor) -> Any:
+        xs = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]), torch.tensor([1.0, 1.0])]
+        how: Any = {"hyper": {"lr": lr}, "extras": extras, "has_aux": True}
+        return unroll(Weighed.pure, loss, torch.zeros(2), None, xs, **how)
+
+    run, aux = end(torch.tensor(2.0))
+    assert run.params.tolist() == [-11.0, -21.0] and run.losses.shape == (3,)
+    assert aux["seen"].tolist() == [[1, 2], [3, 4], [1, 1]]
+    assert aux["p"].tolist() == [[0, 0], [-1, -4], [-10, -20]]
+    found = grad(lambda lr: end(lr)[0].params.sum())(torch.tensor(2.0))
+    assert found.item() == -16.0

@@ -17,6 +17,8 @@ import forked
 import pytest
 import tiers
 import torch
+import torch.distributed as dist
+import worlds
 from kernel_table import guarded
 from xdist.scheduler import LoadScopeScheduling
 
@@ -110,9 +112,18 @@ def _older_objects_rest() -> None:
 
 
 def pytest_sessionfinish() -> None:
+    worlds.stop()
     forked.stop()
     # Objects that rest are never freed: triton 3.9 reports its own as leaked at exit.
     gc.unfreeze()
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

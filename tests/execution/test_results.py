@@ -274,16 +274,6 @@ def test_codes_that_a_rule_returns_unchanged_are_copied() -> None:
     assert addresses(after).isdisjoint(addresses(state))
 
 
-def test_leaves_without_a_gradient_are_the_same_objects() -> None:
-    """In the eager pure step, which writes to nothing."""
-    params = {"w": torch.ones(3), "still": torch.ones(3)}
-    state = optimi_func.adamw_init(params)
-    grads = {"w": torch.ones(3), "still": None}
-    new, after = optimi_func.adamw_step(params, grads, state, lr=0.1)
-    assert new["still"] is params["still"]
-    assert after.leaves["still"].exp_avg is state.leaves["still"].exp_avg
-
-
 @pytest.mark.kernels
 def test_compiled_steps_share_nothing_without_a_gradient() -> None:
     """So a later step in place leaves the tree that was kept alone."""

@@ -79,7 +79,10 @@ def test_threads_and_other_tensors_do_not_matter(threads: Any) -> None:
 
 
 @pytest.mark.kernels
-def test_a_step_without_room_raises_before_it_writes(monkeypatch: Any) -> None:
+def test_a_step_without_room_raises_before_it_writes(
+    monkeypatch: Any, threads: Any
+) -> None:
+    threads(2)
     ps = params(MATRICES)
     optimizer = Adafactor(ps, lr=0.1, compile=True)
     train(ps, optimizer, 1)

@@ -148,7 +148,7 @@ def test_the_page_says_what_makes_another_graph(wanted: list[str]) -> None:
     assert len(asked(AdamW, cautious=True)) == 2
 
 
-@pytest.mark.kernels
+@pytest.mark.full
 def test_rangers_lookahead_costs_a_second_graph_and_no_more(graphs) -> None:
     optimizer = fresh("ranger", lr=0.1, k=3)
     p = torch.ones(9000)

@@ -90,7 +90,7 @@ test-full: $(STAMP) $(FRAMEWORKS)
 test-all: test test-full
 
 # The CUDA kernels are soak, too, and have a target of their own.
-CUDA_TESTS := tests/integration/test_cuda_offline.py tests/integration/test_cuda_codes_offline.py
+CUDA_TESTS := tests/integration/test_cuda_offline.py
 
 soak: $(STAMP)
 	$(PYTEST) -m soak $(addprefix --ignore=,$(CUDA_TESTS)) $(ARGS)

@@ -4,7 +4,7 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ import forked
 import pytest
 import tiers
 import torch
+import torch.distributed as dist
+import worlds
 from kernel_table import guarded
 from xdist.scheduler import LoadScopeScheduling
 
@@ -27,8 +29,9 @@ from optimi_func.execution import inductor, store
 inductor.PRECOMPILE_HEADERS = True
 # So that Muon's steps are the same on all CPUs: test_gram.py asks for bfloat16.
 math.multiplies_bfloat16 = lambda: False
-# Two, as the smallest machine that runs this has; more would only wait for each other.
-torch.set_num_threads(2)
+# Tensors are small here: two threads, and two workers on two cores, would wait for each
+# other most of the time. Tests of what threads share take the fixture `threads`.
+torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -70,14 +73,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class ByFile(LoadScopeScheduling):
-    """Gives each file to one worker, and all files that step through the table to one.
+    """Gives each file to one worker, and to one all files that share something costly.
 
-    What a worker compiles or sets up for a file, it does once.
+    What a worker compiles, starts or sets up for a file, it does once.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
-        return "kernels" if tiers.has_kernels(self.config.rootpath / path) else path
+        return tiers.shared_by(self.config.rootpath / path) or path
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
@@ -110,9 +113,26 @@ def _older_objects_rest() -> None:
 
 
 def pytest_sessionfinish() -> None:
+    worlds.stop()
     forked.stop()
     # Objects that rest are never freed: triton 3.9 reports its own as leaked at exit.
     gc.unfreeze()
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets how many threads torch has, for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

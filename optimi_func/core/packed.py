@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import Rule, Scalars
+from optimi_func.core.torch_private import foreach_add_
 
 # Bytes: kernels expect their scalars to begin at a multiple of this.
 ALIGNMENT = 16
@@ -119,12 +120,6 @@ def is_capturing(device: torch.device) -> bool:
     """Return True if launches of this thread are captured in a CUDA graph."""
     built = device.type == "cuda" and torch.backends.cuda.is_built()
     return built and torch.cuda.is_current_stream_capturing()
-
-
-def foreach_add_(tensors: list[Tensor], number: float | list[float]) -> None:
-    """Add one number to all tensors, or a list's numbers to one tensor each."""
-    if tensors:
-        torch._foreach_add_(tensors, number)
 
 
 def _uploaded(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -164,6 +164,12 @@ def dispatch_modes() -> int:
     return torch._C._len_torch_dispatch_stack()
 
 
+def foreach_add_(tensors: list[Tensor], number: float | list[float]) -> None:
+    """Add one number to all tensors, or a list's numbers to one tensor each."""
+    if tensors:
+        torch._foreach_add_(tensors, number)
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the backward now running has finished without an error.
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimi_func.core.packed import Packed, foreach_add_, is_capturing
+from optimi_func.core.packed import Packed, is_capturing
 from optimi_func.core.rule import Scalar
+from optimi_func.core.torch_private import foreach_add_
 from optimi_func.execution.cpp import Native, address, loaded
 
 _version = attrgetter("_version")

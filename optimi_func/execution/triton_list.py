@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func.core.packed import foreach_add_, is_capturing
+from optimi_func.core.packed import is_capturing
+from optimi_func.core.torch_private import foreach_add_
 from optimi_func.execution.tensors import current_stream
 
 # Elements of a block, its warps, and the elements of a tensor's rest that these take at a

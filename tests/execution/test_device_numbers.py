@@ -301,15 +301,11 @@ def test_a_pure_step_counts_where_its_parameters_are(capturing: Any) -> None:
 # What a GPU's kernels and numbers do not depend on
 
 
-def test_kernels_of_a_gpu_know_no_number_of_threads() -> None:
-    before = torch.get_num_threads()
-    try:
-        found = set()
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.add(kernels._threads(torch.device("cuda", 0)))
-    finally:
-        torch.set_num_threads(before)
+def test_kernels_of_a_gpu_know_no_number_of_threads(threads: Any) -> None:
+    found = set()
+    for count in (1, 2, 3):
+        threads(count)
+        found.add(kernels._threads(torch.device("cuda", 0)))
     assert len(found) == 1
 
 

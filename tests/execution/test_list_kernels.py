@@ -10,7 +10,6 @@ import torch
 from cases import CLASSES, ELEMENTWISE
 from tiers import few, row
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimi_func import AdamW, StableAdamW, Storage, compiled, stableadamw
 from optimi_func.execution import cpp, executors, guards, kernels, list_kernel
@@ -44,13 +43,6 @@ def train(optimizer: Any, ps: list[Tensor], steps: int = 4) -> list[Tensor]:
         fill(ps, t)
         optimizer.step()
     return [x.detach() for p in ps for x in (p, *optimizer.state[p].values())]
-
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -182,25 +174,6 @@ def test_later_steps_plan_nothing(monkeypatch) -> None:
     assert planned == [len(ps)]  # once: the copy of it is launched again, too
     train(optimizer, ps)
     assert planned == [len(ps)]  # the step before is still known
-
-
-@pytest.mark.kernels
-def test_a_dispatch_mode_sees_operations(launched) -> None:
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            seen.append(op)
-            return op(*args, **(kwargs or {}))
-
-    seen: list[Any] = []
-    ps = params(torch.float32)
-    optimizer = AdamW(ps, lr=0.1)
-    train(optimizer, ps)
-    launched.clear()
-    fill(ps, 0)
-    with Watch():
-        optimizer.step()
-    assert launched == []
-    assert sum(op is torch.ops.aten.sqrt.default for op in seen) == len(ps)
 
 
 @pytest.mark.kernels

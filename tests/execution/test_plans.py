@@ -321,22 +321,6 @@ def test_a_wider_gradient_and_a_mixture_of_them(how) -> None:
 
 
 @pytest.mark.full
-def test_steps_that_may_be_skipped_take_turns_with_others(how) -> None:
-    ends = []
-    for way in (how, EAGER):
-        ps = params()
-        optimizer = AdamW(ps, lr=0.05, capturable=True, **way)
-        for t in range(12):
-            fill(ps, t)
-            skippable = WHOLE_BATCH._replace(finite=torch.tensor(t % 3 > 0))
-            share = skippable if t % 2 else WHOLE_BATCH
-            grads = [p.grad for p in ps]
-            optimizer.update(ps, grads, [share] * len(ps), write=True, count=True)
-        ends.append(ps)
-    assert_alike(*ends)
-
-
-@pytest.mark.full
 def test_a_step_that_some_parameters_skip_parts_their_counts(how) -> None:
     ends = []
     for way in (how, EAGER):
@@ -416,25 +400,6 @@ def test_a_sparse_gradient_is_refused_before_any_write(how) -> None:
     with pytest.raises(TypeError, match="layout"):
         optimizer.step()
     assert_alike(ps, before, 0.0)
-
-
-def test_lists_that_take_turns_have_a_plan_each(how) -> None:
-    ends = []
-    for way in (how, EAGER):
-        ps = params()
-        optimizer = AdamW(ps, lr=0.05, **way)
-        for t in range(20):
-            fill(ps, t)
-            if t // 2 % 2:
-                ps[0].grad = None
-            optimizer.step()
-        ends.append((ps, optimizer))
-    (ps, ours), (qs, plain) = ends
-    assert_alike(ps, qs)
-    assert [ours.state[p]["step"].item() for p in ps] == [
-        plain.state[q]["step"].item() for q in qs
-    ]
-    assert len(plans(ours)) == 2
 
 
 def some_of(ps: list[Tensor], t: int) -> list[int]:
@@ -746,11 +711,11 @@ def test_nothing_is_kept_alive(how) -> None:
 def test_lists_that_never_come_again_are_forgotten(how) -> None:
     ends = []
     for way in (how, EAGER):
-        ps = [torch.ones(2, dtype=torch.float64, requires_grad=True) for _ in range(60)]
+        ps = [torch.ones(2, dtype=torch.float64, requires_grad=True) for _ in range(20)]
         optimizer = AdamW(ps, lr=0.05, **way)
-        for t in range(100):
+        for t in range(60):
             fill(ps, t)
-            for p in [*ps[: t % 40], *ps[41 + t % 19 :]]:
+            for p in [*ps[: t % 13], *ps[14 + t % 5 :]]:
                 p.grad = None
             optimizer.step()
         ends.append(ps)

@@ -68,21 +68,21 @@ def test_matrices_of_all_shapes_take_one_kernel(graphs: Any, monkeypatch: Any) -
 
 
 @pytest.mark.kernels
-def test_threads_and_other_tensors_do_not_matter() -> None:
-    shapes, threads = [(150, 250), *MATRICES, (250, 150)], torch.get_num_threads()
+def test_threads_and_other_tensors_do_not_matter(threads: Any) -> None:
+    shapes = [(150, 250), *MATRICES, (250, 150)]
     wanted = ended(shapes, True)[: len(shapes)]
-    try:
-        torch.set_num_threads(3)
-        found = ended(shapes, True)[: len(shapes)]
-    finally:
-        torch.set_num_threads(threads)
+    threads(3)
+    found = ended(shapes, True)[: len(shapes)]
     alone = [ended([shape], True)[0] for shape in shapes[:1]]
     assert all(map(torch.equal, found, wanted))
     assert all(map(torch.equal, alone, wanted))
 
 
 @pytest.mark.kernels
-def test_a_step_without_room_raises_before_it_writes(monkeypatch: Any) -> None:
+def test_a_step_without_room_raises_before_it_writes(
+    monkeypatch: Any, threads: Any
+) -> None:
+    threads(2)
     ps = params(MATRICES)
     optimizer = Adafactor(ps, lr=0.1, compile=True)
     train(ps, optimizer, 1)

@@ -39,11 +39,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "store"
 
 
-@pytest.fixture
-def patched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    return monkeypatch
-
-
 _loaded: list[bytes] = []
 
 
@@ -59,6 +54,19 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     path = tmp_path / "library.so"
     path.write_bytes(CODE)
     return str(path)
+
+
+def said_by(program: str, *flags: str, **variables: str) -> list[str]:
+    """Return the words that a new process prints."""
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", program],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
 
 
 class Asked(Exception):
@@ -615,13 +623,8 @@ def test_a_new_process_loads_no_compiler(place: Path, tmp_path: Path) -> None:
     script = NEW_PROCESS.replace("COMPILERS", repr(COMPILERS))
     said: list[list[str]] = []
     for i in range(2):
-        folder = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / str(i))}
-        command = [sys.executable, "-W", "error", "-c", script]
-        done = subprocess.run(
-            command, env=os.environ | folder, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        said.append(done.stdout.split())
+        folder = str(tmp_path / str(i))
+        said.append(said_by(script, "-Werror", TORCHINDUCTOR_CACHE_DIR=folder))
     (cold, *loaded), warm = said
     assert warm == [cold] and "torch._dynamo" in loaded
     assert not (tmp_path / "1").exists()
@@ -673,13 +676,8 @@ for made, given in ((AdamW, {}), (SGD, {"momentum": 0.9})):
 @pytest.mark.full
 def test_a_process_that_closed_its_files_loads_another_step() -> None:
     """The first has the kernels of all tests compiled, if they were not."""
-    said: list[list[str]] = []
-    for _ in range(2):
-        command = [sys.executable, "-W", "error", "-c", CLOSES]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        said.append(done.stdout.split())
-    assert said[-1] == ["AdamW", "SGD"]
+    _, said = [said_by(CLOSES, "-Werror") for _ in range(2)]
+    assert said == ["AdamW", "SGD"]
 
 
 SWITCHED_OFF = """
@@ -711,15 +709,7 @@ def test_no_compiler_is_imported_to_say_that_there_is_none(
     variable: str, value: str, said: str
 ) -> None:
     script = SWITCHED_OFF.replace("COMPILERS", repr(COMPILERS))
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {variable: value},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert said in done.stdout
+    assert said in " ".join(said_by(script, **{variable: value}))
 
 
 def test_a_stance_and_a_switch_come_before_the_store(monkeypatch: Any) -> None:
@@ -750,23 +740,25 @@ def test_a_stance_and_a_switch_come_before_the_store(monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_who_waits_is_told_once(kept: bool, place: Path, patched: Any, caplog: Any) -> None:
+def test_who_waits_is_told_once(
+    kept: bool, place: Path, monkeypatch: Any, caplog: Any
+) -> None:
     caplog.set_level(logging.INFO)
-    patched.setattr(kernels, "_compile_now", lambda *x: "compiled")
+    monkeypatch.setattr(kernels, "_compile_now", lambda *x: "compiled")
     key, scalars = of_adam()
     key = key if kept else key._replace(rule=replace(key.rule, digest=""))
     assert compile_kernel(key, scalars) == "compiled"
     assert not caplog.records
-    patched.setattr(store, "PATIENCE", 0.0)
+    monkeypatch.setattr(store, "PATIENCE", 0.0)
     told, tell = threading.Event(), store.tell
-    patched.setattr(store, "tell", lambda *x: (tell(*x), told.set()))
+    monkeypatch.setattr(store, "tell", lambda *x: (tell(*x), told.set()))
 
     def compiled(*given: Any) -> str:
         assert told.wait(60)
         told.clear()
         return "compiled"
 
-    patched.setattr(kernels, "_compile_now", compiled)
+    monkeypatch.setattr(kernels, "_compile_now", compiled)
     for _ in range(2):
         compile_kernel(key, scalars)
     (said,) = caplog.records
@@ -775,23 +767,23 @@ def test_who_waits_is_told_once(kept: bool, place: Path, patched: Any, caplog: A
 
 
 def test_where_nothing_can_be_kept_no_later_process_is_promised_it(
-    tmp_path: Path, patched: Any, caplog: Any
+    tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
     caplog.set_level(logging.INFO)
     (tmp_path / "file").touch()  # in which no folder can be made, for root neither
-    patched.setenv(store.VARIABLE, str(tmp_path / "file" / "store"))
-    patched.setattr(store, "_said", set())
+    monkeypatch.setenv(store.VARIABLE, str(tmp_path / "file" / "store"))
+    monkeypatch.setattr(store, "_said", set())
     store.tell("adam_float32", True)
     assert "as in each process" in caplog.text
 
 
-def test_a_terminal_is_told_where_nobody_logs(patched: Any, capsys: Any) -> None:
-    patched.setattr(store, "_said", set())
-    patched.setattr(store._log, "hasHandlers", lambda: False)
+def test_a_terminal_is_told_where_nobody_logs(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(store, "_said", set())
+    monkeypatch.setattr(store._log, "hasHandlers", lambda: False)
     store.tell("adam_float32", True)
     assert capsys.readouterr().err == ""
-    patched.setattr(store, "_said", set())
-    patched.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(store, "_said", set())
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     store.tell("adam_float32", True)
     assert "adam_float32" in capsys.readouterr().err
 
@@ -812,8 +804,4 @@ def test_torchs_cache_of_other_vectors_is_not_used(tmp_path: Path) -> None:
     """Its key has no ATEN_CPU_CAPABILITY, so half of the elements would stay."""
     own = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), store.VARIABLE: "0"}
     for more in ({}, {"ATEN_CPU_CAPABILITY": "avx2"}):
-        done = subprocess.run(
-            *([sys.executable, "-c", OTHER_VECTORS],),
-            **{"env": {**os.environ, **own, **more}, "capture_output": True, "text": True},
-        )
-        assert done.returncode == 0 and done.stdout == "64\n", done.stderr
+        assert said_by(OTHER_VECTORS, **own, **more) == ["64"]

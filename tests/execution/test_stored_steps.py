@@ -280,18 +280,15 @@ def test_parts_of_a_step_move_the_state_alone() -> None:
 
 
 @pytest.mark.kernels
-def test_tied_and_strided_gradients_and_threads() -> None:
+def test_tied_and_strided_gradients_and_threads(threads: Any) -> None:
     """What the list kernel is handed is memory; how many threads does not matter."""
     ends = []
-    for threads in (2, 1):
-        torch.set_num_threads(threads)
-        try:
-            ps, optimizer = made("adamw", "compact", BF16, **COMPILED)
-            for some in gradients(3):
-                odd = [torch.stack([g, g], -1)[..., 0] for g in some]
-                train(optimizer, ps, [odd if threads == 1 else some])
-        finally:
-            torch.set_num_threads(2)
+    for count in (2, 1):
+        threads(count)
+        ps, optimizer = made("adamw", "compact", BF16, **COMPILED)
+        for some in gradients(3):
+            odd = [torch.stack([g, g], -1)[..., 0] for g in some]
+            train(optimizer, ps, [odd if count == 1 else some])
         ends.append(optimizer)
     assert_same_bits(*ends)
 

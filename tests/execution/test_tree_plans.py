@@ -114,11 +114,6 @@ def turned(seed: int) -> Any:
     return dict(reversed(draw(seed).items()))
 
 
-def wide(seed: int) -> Any:
-    """Gradients of another dtype."""
-    return pytree.tree_map(Tensor.double, draw(seed))
-
-
 @either
 def test_what_changes_between_steps_is_noticed(step: Step) -> None:
     """The results are those of steps that are planned each time, bit for bit."""

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from cases import assert_moved_alike
-from mapped import Mapped, loop, mapped
+from mapped import Mapped, mapped
 from tiers import few
 from torch import Tensor, nn
 
 import optimi_func
-from optimi_func import Muon, compiled, muon_init, muon_step, population
+from optimi_func import Muon, compiled, muon_init, muon_step
 from optimi_func.core.leaf import leaf_step, rates, whole_means
 from optimi_func.core.math import moment
 from optimi_func.core.rule import Direction, Leaf, Means, Rule, Scalar, Scalars, Whole
@@ -294,78 +294,25 @@ def given(ps: Any, i: int) -> list[Tensor]:
     return [torch.randn(p.shape).to(p.dtype) for p in ps]
 
 
-@pytest.mark.parametrize("storage", [None, "compact"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("way", few(list(WAYS), ["eager", "foreach", "capturable"]))
-def test_fields_of_a_map(way: str, dtype: torch.dtype, storage: Any) -> None:
-    """In every way they are those of a loop in plain tensors, and float32 at least."""
-    how: Any = storage if dtype == torch.bfloat16 else None
-    ps, value = params(dtype), mapped(lr=0.1, weight_decay=0.01)
-    optimizer = Mapped(ps, storage=how, **WAYS[way])
-    tree = [p.detach().clone() for p in ps]
-    state = value.init(tree, storage=how)
-    for i in range(4):
-        for p, g in zip(ps, given(ps, i)):
-            p.grad = g
-        optimizer.step()
-        tree, state = value.step(tree, given(ps, i), state)
-    wide = torch.promote_types(dtype, torch.float32)
-    exact = dtype == torch.float64
-    names = "row_avg", "sides"
-    for k, (p, x, s) in enumerate(zip(ps, tree, state.leaves)):
-        kept = optimizer.state[p]
-        assert {kept[name].dtype for name in names} == {wide}
-        start, grads = params(dtype)[k].detach(), [given(ps, i)[k] for i in range(4)]
-        want = loop(start.double(), [g.double() for g in grads], 0.1, 0.01)
-        if not p.numel():
-            continue
-        for got, wanted in zip(
-            (p.detach(), kept["row_avg"], kept["sides"]), (want[0], *want[2:])
-        ):
-            close = (
-                (1e-12, 1e-12)
-                if exact
-                else (1e-4, 1e-4)
-                if dtype == torch.float32
-                else (3e-2, 3e-2)
-            )
-            torch.testing.assert_close(got.double(), wanted, rtol=close[0], atol=close[1])
-        torch.testing.assert_close(p.detach(), x, rtol=1e-2, atol=1e-5)
-        for name in names:
-            torch.testing.assert_close(kept[name], getattr(s, name), rtol=1e-2, atol=1e-5)
-
-
-def stepped(steps: int = 3, **options: Any) -> tuple[list[Any], Mapped]:
+def stepped() -> tuple[list[Any], Mapped]:
     ps = [p for p in params() if p.numel()]
-    optimizer = Mapped(ps, **{**EAGER, **options})
-    for i in range(steps):
+    optimizer = Mapped(ps, **EAGER)
+    for i in range(3):
         for p, g in zip(ps, given(ps, i)):
             p.grad = g
         optimizer.step()
     return ps, optimizer
 
 
-def test_fields_of_a_map_are_saved_and_checked() -> None:
+def test_fields_of_a_map_have_their_shapes() -> None:
     ps, optimizer = stepped()
     saved = copy.deepcopy(optimizer.state_dict())
-    again, other = stepped(steps=0)
-    for p, x in zip(again, ps):
-        p.data.copy_(x.detach())
-    other.load_state_dict(saved)
-    for some, owner in ((ps, optimizer), (again, other)):
-        for p, g in zip(some, given(some, 7)):
-            p.grad = g
-        owner.step()
-    for p, x in zip(ps, again):
-        assert torch.equal(p, x)
-        for name, y in optimizer.state[p].items():
-            assert torch.equal(y, other.state[x][name])
     saved["state"][0]["sides"] = torch.zeros(2, 3)
     with pytest.raises(ValueError, match=r"\['sides'\] has shape \(2, 3\): .* \(3, 2\)"):
-        other.load_state_dict(saved)
-    other.state[again[0]]["row_avg"] = torch.zeros(3, 4)
+        optimizer.load_state_dict(saved)
+    optimizer.state[ps[0]]["row_avg"] = torch.zeros(3, 4)
     with pytest.raises(ValueError, match=r"\['row_avg'\] has shape \(3, 4\): .* \(3, 1\)"):
-        other.step()
+        optimizer.step()
     state = mapped(lr=0.1).init([ps[0]])
     leaf = state.leaves[0].rule_state._replace(sides=torch.zeros(6))
     state = state._replace(leaves=[LeafState(leaf, None)])
@@ -397,45 +344,3 @@ def test_parts_of_a_step_leave_the_fields_alone() -> None:
     torch.testing.assert_close(optimizer.state[p]["row_avg"], rows)
     d = (d - d.mean()) / (rows.sqrt() + 6 * sides)
     torch.testing.assert_close(p.detach(), start - 0.1 * d - 0.001 * start)
-
-
-def test_members_of_a_population_have_their_own_fields() -> None:
-    one = {"w": torch.randn(4, 3)}
-    members = population.init(mapped(lr=0.1), one, n=2)
-    grads = {"w": torch.stack([one["w"], -2 * one["w"]])}
-    members = population.step(mapped(lr=0.1), members, grads)
-    for i in range(2):
-        g = {"w": grads["w"][i]}
-        new, state = mapped(lr=0.1).step(one, g, mapped(lr=0.1).init(one))
-        torch.testing.assert_close(members.params["w"][i], new["w"])
-        for name in ("row_avg", "sides"):
-            got, want = (
-                getattr(members.state.leaves["w"], name),
-                getattr(state.leaves["w"], name),
-            )
-            torch.testing.assert_close(got[i], want)
-
-
-@pytest.mark.full
-def test_fields_of_a_map_in_compiled_steps() -> None:
-    tree = {str(i): p.detach() for i, p in enumerate(params())}
-    grads = {n: torch.ones_like(x) for n, x in tree.items()}
-    value = mapped(lr=0.1)
-    state = value.init(tree)
-    want, after = value.step(tree, grads, state)
-    compiled_step = torch.compile(value.step, fullgraph=True)
-    mine = {n: x.clone() for n, x in tree.items()}, value.init(tree)
-    for got, now in (
-        compiled.step(value, tree, grads, state),
-        compiled_step(tree, grads, state),
-        compiled.step_(value, mine[0], grads, mine[1]),
-    ):
-        for n, x in want.items():
-            torch.testing.assert_close(got[n], x, rtol=1e-4, atol=1e-5)
-            for name in ("exp_avg", "row_avg", "sides"):
-                got_field, field = (
-                    getattr(now.leaves[n], name),
-                    getattr(after.leaves[n], name),
-                )
-                torch.testing.assert_close(got_field, field, rtol=1e-4, atol=1e-5)
-    assert not state.leaves["0"].sides.any()

@@ -10,7 +10,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import interpreted
 import offline_cuda
 import pytest
 import torch
@@ -29,7 +28,7 @@ from optimi_func.core.leaf import (
 )
 from optimi_func.core.packed import Packed, fill
 from optimi_func.core.rule import Leaf, Rule, Scalars, Storage
-from optimi_func.core.storage import flat_leaf
+from optimi_func.core.storage import flat_leaf, storage_of
 from optimi_func.execution.kernels import KernelKey
 from optimi_func.execution.triton_list import BLOCK, DeviceTable
 
@@ -41,24 +40,39 @@ LENGTHS = [2, 1000, 5003]  # the last is divided by no block
 T = 3  # the step that is looked at; those before make the state
 ROUNDING = 2.0  # units of the last place that the device's own roundings may differ by
 
-CASES: dict[str, tuple[optimi_func.FunctionalOptimizer, torch.dtype]] = {
-    "adamw float32": (optimi_func.adamw(lr=1e-2), torch.float32),
-    "adamw bfloat16": (optimi_func.adamw(lr=1e-4), torch.bfloat16),
-    "stableadamw float32": (optimi_func.stableadamw(lr=1e-2), torch.float32),
-    "lamb float32": (optimi_func.lamb(lr=1e-2), torch.float32),  # four means
-    "cautious adamw bfloat16": (optimi_func.adamw(lr=1e-4, cautious=True), torch.bfloat16),
-    "lion float32": (optimi_func.lion(lr=1e-2), torch.float32),
+Case = tuple[optimi_func.FunctionalOptimizer, torch.dtype, Storage | str]
+F32, BF16 = torch.float32, torch.bfloat16
+PLAIN: dict[str, Case] = {
+    "adamw float32": (optimi_func.adamw(lr=1e-2), F32, Storage()),
+    "adamw bfloat16": (optimi_func.adamw(lr=1e-4), BF16, Storage()),
+    "stableadamw float32": (optimi_func.stableadamw(lr=1e-2), F32, Storage()),
+    "lamb float32": (optimi_func.lamb(lr=1e-2), F32, Storage()),  # four means
+    "cautious adamw bfloat16": (optimi_func.adamw(lr=1e-4, cautious=True), BF16, Storage()),
+    "lion float32": (optimi_func.lion(lr=1e-2), F32, Storage()),
     # Those with the most tensors, which need the most registers.
-    "adan bfloat16": (optimi_func.adan(lr=1e-4), torch.bfloat16),
-    "ranger float32": (optimi_func.ranger(lr=1e-2), torch.float32),
+    "adan bfloat16": (optimi_func.adan(lr=1e-4), BF16, Storage()),
+    "ranger float32": (optimi_func.ranger(lr=1e-2), F32, Storage()),
 }
+# Which a kernel decodes and encodes.
+CODED: dict[str, Case] = {
+    "adamw compact": (optimi_func.adamw(lr=1e-2), BF16, "compact"),
+    "adamw exact": (optimi_func.adamw(lr=1e-2), BF16, "exact"),
+    "adamw 8bit": (optimi_func.adamw(lr=1e-2), F32, Storage(moments="8bit")),
+    "stableadamw compact": (optimi_func.stableadamw(lr=1e-2), BF16, "compact"),
+    "lion exact 8bit": (optimi_func.lion(lr=1e-2), BF16, Storage("exact", "8bit")),
+}
+CASES = PLAIN | CODED
+CODES = (1 << 13) + 64  # a length with codes, of which the last block is not whole
+plain = pytest.mark.parametrize("made", PLAIN, indirect=True)
+coded = pytest.mark.parametrize("made", CODED, indirect=True)
 
 
 def leaves(case: str, n: int) -> tuple[Leaf, Tensor]:
     """A parameter with its state after some steps, and its gradient."""
-    optimizer, dtype = CASES[case]
+    optimizer, dtype, storage = CASES[case]
     own = torch.Generator().manual_seed(n)
-    leaf = init_leaf(optimizer.rule, torch.randn(n, generator=own).to(dtype), Storage())
+    p = torch.randn(n, generator=own).to(dtype)
+    leaf = init_leaf(optimizer.rule, p, storage_of(storage, None, None))
     for t in range(1, T):
         g = torch.randn(n, generator=own).to(dtype)
         now = scalars(case, t)
@@ -67,11 +81,11 @@ def leaves(case: str, n: int) -> tuple[Leaf, Tensor]:
 
 
 def scalars(case: str, t: int) -> Scalars:
-    optimizer, _ = CASES[case]
+    optimizer, *_ = CASES[case]
     lr: Any = optimizer.lr
     now = rates(lr, 0.1, optimizer.decay, lr, False, False, optimizer.cautious)
     coeffs, _ = optimizer.advance(float(t), optimizer.rule.running())
-    return Scalars(coeffs, now)
+    return Scalars(coeffs, now, *([0.3] if case in CODED else []))
 
 
 class Made(NamedTuple):
@@ -86,24 +100,38 @@ class Made(NamedTuple):
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     case, folder = request.param, tmp_path_factory.mktemp("kernels")
     rule = CASES[case][0].rule
-    leaf, g = leaves(case, 2)
+    leaf, g = leaves(case, CODES if case in CODED else 2)
+    codes = tuple([not isinstance(x, Tensor) for x in leaf.state]) if case in CODED else ()
     p, *rest = flat_leaf(leaf)
     dtypes = tuple(x.dtype for x in (p, g, *rest))
     now = scalars(case, T)
     statics = Packed(now).statics
     programs: dict[KernelKey, Any] = {}
     for part in [*range(len(count_means(rule, now.rates))), None]:
-        key = KernelKey(rule, statics, True, True, dtypes, offline_cuda.DEVICE, part)
+        device = offline_cuda.DEVICE
+        key = KernelKey(rule, statics, True, True, dtypes, device, part, codes)
         own = Path(folder, "move" if part is None else f"mean{part}")
         own.mkdir()
         programs[key] = offline_cuda.Program(key, now, own)
     return Made(case, rule, programs)
 
 
-def builds(made: Made) -> int:
-    """In how many configurations there is at least one of its kernels."""
-    kernels = [k for program in made.programs.values() for k in program.kernels.values()]
-    return max(len(kernel.builds) for kernel in kernels)
+def kernels_of(made: Made) -> list[Any]:
+    return [k for program in made.programs.values() for k in program.kernels.values()]
+
+
+def builds(made: Made) -> list[int]:
+    """Configurations of its kernels that run here: the interpreter has no matrices."""
+    kernels = kernels_of(made)
+    return [
+        i
+        for i in range(max(len(kernel.builds) for kernel in kernels))
+        if not any("ldmatrix" in k.builds[min(i, len(k.builds) - 1)].text for k in kernels)
+    ]
+
+
+def length(made: Made) -> int:
+    return CODES if made.case in CODED else LENGTHS[-1]
 
 
 def stepped(made: Made, n: int, build: int) -> tuple[list[Tensor], dict[KernelKey, Any]]:
@@ -139,56 +167,63 @@ def assert_same(made: Made, x: Tensor, y: Tensor) -> None:
         assert x.view(torch.uint8).equal(y.view(torch.uint8))
 
 
-def test_it_is_the_device_that_is_pretended(made: Made) -> None:
-    for program in made.programs.values():
-        for kernel in program.kernels.values():
-            for build in kernel.builds:
-                assert f".target sm_{offline_cuda.SM}" in build.text
+def test_kernels_are_for_the_device_and_spill_no_register(made: Made) -> None:
+    for kernel in kernels_of(made):
+        for build in kernel.builds:
+            assert f".target sm_{offline_cuda.SM}" in build.text
+            assert build.spilled == 0 < build.registers
+        assert min(build.registers for build in kernel.builds) <= 128
+        assert made.case in CODED or max(x.registers for x in kernel.builds) <= 128
 
 
+def test_a_move_is_one_kernel_without_scratch(made: Made) -> None:
+    """In which codes are decoded, stepped and encoded again in registers."""
+    _, runs = stepped(made, length(made), 0)
+    for key, run in runs.items():
+        if key.round is None:
+            assert len(run.launches) == 1 and not run.scratch
+
+
+@plain
 def test_an_older_device_takes_the_same_kernel(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton compares in bfloat16 where sm_90 can; sm_80 has the same bits without it."""
-    want = [stepped(made, LENGTHS[-1], build)[0] for build in range(builds(made))]
-    for program in made.programs.values():
-        for kernel in program.kernels.values():
-            older = kernel.built_for(offline_cuda.AMPERE)
-            assert all(f".target sm_{offline_cuda.AMPERE}" in x.text for x in older)
-            monkeypatch.setattr(kernel, "builds", older)
-    for build, tensors in enumerate(want):
+    want = [stepped(made, LENGTHS[-1], build)[0] for build in builds(made)]
+    for kernel in kernels_of(made):
+        older = kernel.built_for(offline_cuda.AMPERE)
+        assert all(f".target sm_{offline_cuda.AMPERE}" in x.text for x in older)
+        monkeypatch.setattr(kernel, "builds", older)
+    for build, tensors in zip(builds(made), want):
         for x, y in zip(stepped(made, LENGTHS[-1], build)[0], tensors):
             assert_same(made, x, y)
 
 
-def test_no_register_is_spilled(made: Made) -> None:
-    for program in made.programs.values():
-        for kernel in program.kernels.values():
-            for build in kernel.builds:
-                assert build.spilled == 0 and 0 < build.registers <= 128
-
-
-def test_a_move_is_one_kernel_without_scratch(made: Made) -> None:
-    _, runs = stepped(made, LENGTHS[-1], 0)
-    for key, run in runs.items():
-        if key.round is None:
-            assert len(run.launches) == 1
-            assert not run.scratch
-
-
 def test_means_are_few_kernels_with_little_scratch(made: Made) -> None:
-    _, runs = stepped(made, LENGTHS[-1], 0)
+    _, runs = stepped(made, length(made), 0)
     for key, run in runs.items():
         if key.round is not None:
             count = count_means(made.rule, scalars(made.case, T).rates)[key.round]
             # Of pieces, and of all; of several one each, and one that writes them.
             assert len(run.launches) == (2 if count == 1 else 2 + count)
             # Nothing as long as a parameter.
-            assert sum(x.numel() for x in run.scratch) <= (
-                128 if count == 1 else 129 * count
-            )
+            most = 256 if made.case in CODED else 128 if count == 1 else 129 * count
+            assert sum(x.numel() for x in run.scratch) <= most
 
 
+@coded
+def test_each_byte_of_codes_is_read_and_written_once(made: Made) -> None:
+    tensors, runs = stepped(made, CODES, 0)
+    memory = list(runs.values())[-1].memory
+    for i, x in enumerate(tensors):
+        # A scale is one for all threads of its group.
+        share = 1 if len(x) == CODES else 64
+        assert memory.loaded[x.data_ptr()] == x.nbytes * share
+        # All but the gradient.
+        assert memory.stored[x.data_ptr()] == (0 if i == 1 else x.nbytes)
+
+
+@plain
 def test_each_element_is_read_and_written_once(made: Made) -> None:
     n = LENGTHS[-1]
     tensors, runs = stepped(made, n, 0)
@@ -211,33 +246,54 @@ def needed(key: KernelKey, now: Scalars) -> tuple[int, int]:
     return sum(sizes[x] for x in read), sum(sizes[x] for x in written)
 
 
-@pytest.mark.parametrize("n", LENGTHS)
-def test_it_computes_what_eager_does(made: Made, n: int) -> None:
+def eager(made: Made, n: int) -> list[Tensor]:
+    """What the step is on the CPU, by numbers as kernels get them: rounded once."""
     leaf, g = leaves(made.case, n)
     packed = Packed(scalars(made.case, T))
-    # As kernels get them: rounded once.
     dtype = compute_dtype(*next(iter(made.programs)).dtypes)
     values = packed.tensor(dtype, torch.device("cpu")).unbind()
     now = fill(packed.statics, pytree.tree_structure(packed.scalars), values)
-    want = flat_leaf(leaf_step(made.rule, leaf, g, now, True, whole_means))
-    if leaf.comp is not None:
+    return flat_leaf(leaf_step(made.rule, leaf, g, now, True, whole_means))
+
+
+@plain
+@pytest.mark.parametrize("n", LENGTHS)
+def test_it_computes_what_eager_does(made: Made, n: int) -> None:
+    want = eager(made, n)
+    names = ["p", *made.rule.state._fields, "comp"]
+    if len(want) == len(names):
         assert want[-1].count_nonzero() > 0.9 * n  # there is something to lose
-    for build in range(builds(made)):
-        tensors, _ = stepped(made, n, build)
-        p, _, *rest = tensors
-        names = ["p", *made.rule.state._fields, "comp"]
+    for build in builds(made):
+        (p, _, *rest), _ = stepped(made, n, build)
         found = {name: units(x, y) for name, x, y in zip(names, [p, *rest], want)}
         assert max(found.values()) <= ROUNDING, found
 
 
+@coded
+def test_codes_are_those_that_eager_makes(made: Made) -> None:
+    want, start = eager(made, CODES), leaves(made.case, CODES)[0].p.double()
+    assert 0 in builds(made)
+    for build in builds(made):
+        (p, _, *rest), _ = stepped(made, CODES, build)
+        moved, expected = p.double() - start, want[0].double() - start
+        if p.dtype == F32:
+            assert (moved - expected).abs().max() < 1e-4 * expected.abs().max()
+        else:
+            # A sum that lies between two bfloat16 numbers may be rounded to either.
+            assert (moved != expected).double().mean() < 1e-2
+            assert (moved - expected).norm() < 0.05 * expected.norm()
+        for x, y in zip(rest, want[1:]):
+            if x.dtype.is_floating_point:
+                torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
+            elif x.dtype != torch.int16 and x is not rest[-1]:
+                apart = (x.int() - y.int()).abs()
+                assert apart.max() <= 1 and (apart > 0).float().mean() < 1e-2
+
+
+@plain
 def test_products_do_meet_sums_in_one_rounding(made: Made) -> None:
     """Triton contracts by default: what is compared above went through that."""
-    texts = [
-        build.text
-        for program in made.programs.values()
-        for kernel in program.kernels.values()
-        for build in kernel.builds
-    ]
+    texts = [build.text for kernel in kernels_of(made) for build in kernel.builds]
     assert any("fma.rn.f32" in text for text in texts)
 
 
@@ -283,6 +339,7 @@ def one_by_one(made: Made, build: int) -> list[list[Tensor]]:
     return columns
 
 
+@plain
 @pytest.mark.parametrize("off", [0, 1])
 def test_a_list_is_bit_for_bit_its_tensors(made: Made, many: Any, off: int) -> None:
     numbers, columns = of_rows(made)
@@ -290,7 +347,7 @@ def test_a_list_is_bit_for_bit_its_tensors(made: Made, many: Any, off: int) -> N
     p, _, *rest = [array("q", map(Tensor.data_ptr, column)) for column in columns]
     table = DeviceTable(torch.device("cpu"), array("q", ROWS), sum(rest, p))
     memory = many.run(numbers, table, columns)
-    for build in range(builds(made)):
+    for build in builds(made):
         for ours, theirs in zip(columns, one_by_one(made, build)):
             for x, y in zip(ours, theirs):
                 # What differs, the trial on a GPU would find out, and launch a kernel for
@@ -303,6 +360,7 @@ def test_a_list_is_bit_for_bit_its_tensors(made: Made, many: Any, off: int) -> N
     assert (read, stored) == tuple(bytes_ * sum(ROWS) for bytes_ in needs)
 
 
+@plain
 def test_whole_blocks_of_a_list_are_vectors(made: Made, many: Any) -> None:
     key = list(made.programs)[-1]
     read, written = needed(key, scalars(made.case, T))
@@ -312,16 +370,7 @@ def test_whole_blocks_of_a_list_are_vectors(made: Made, many: Any) -> None:
     assert many.build.spilled == 0 and 0 < many.build.registers <= 96
 
 
-@pytest.mark.parametrize("off", [0, 1])
-def test_a_list_as_interpreted(made: Made, many: Any, off: int, tmp_path: Path) -> None:
-    """Without contraction, which is why the results may differ."""
-    numbers, columns = of_rows(made)
-    found = interpreted.interpreted(many.path, tmp_path, numbers, columns, off)
-    for ours, theirs in zip(found, one_by_one(made, 0)):
-        for x, y in zip(ours, theirs):
-            assert units(x, y) <= ROUNDING
-
-
+@plain
 def test_a_mean_is_no_list_kernel(made: Made) -> None:
     leaf, g = leaves(made.case, 64)
     p, *rest = flat_leaf(leaf)

@@ -1,184 +1,301 @@
-"""DTensor, FSDP2, tensor parallelism, DDP and distributed checkpoints, on gloo."""
+"""DTensors: a step of shards is the step of whole tensors, on gloo."""
 
-from pathlib import Path
+import copy
+import functools
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
 
-import complex_worlds
-import owned_worlds
-import published_worlds
-import pytest
-import stored_worlds
-import whole_worlds
-import worlds
+import torch
+import torch.distributed as dist
+from cases import CLASSES, MEASURED
+from shards import (
+    EAGER,
+    assert_close,
+    batch,
+    by_rows,
+    fitted,
+    flat_mesh,
+    full,
+    hybrid_mesh,
+    mine,
+    placed,
+    plain,
+    sharded,
+    train,
+)
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from worlds import gathered, in_turn, raises, world
 
-WHOLE = [
-    whole_worlds.whole_tensors,
-    whole_worlds.whole_trees,
-    whole_worlds.whole_models,
-    whole_worlds.whole_ranges,
-    whole_worlds.rotated,
-    whole_worlds.rotated_resume,
-]
-OWNED = [
-    owned_worlds.owned,
-    owned_worlds.few,
-    owned_worlds.together,
-    owned_worlds.unused,
-    owned_worlds.differ,
-    owned_worlds.unequal,
-    owned_worlds.options,
-    owned_worlds.fields,
-]
-# One of each kind, for `make test`.
-QUICK = [worlds.some_rules, worlds.gradients, worlds.skips, worlds.joined]
-TWO = [
-    worlds.rules,
-    worlds.kernels,
-    worlds.gradients,
-    worlds.memory,
-    worlds.models,
-    worlds.releases,
-    worlds.skips,
-    worlds.trees,
-    worlds.handles,
-    worlds.roots,
-    worlds.live_bytes,
-    worlds.tensor_parallel,
-    worlds.replicas,
-    worlds.growth,
-    worlds.made_state,
-    worlds.forms,
-    worlds.resume,
-    worlds.averages,
-    worlds.from_one,
-    *WHOLE,
-    stored_worlds.stored_rules,
-    stored_worlds.begun_anew,
-    stored_worlds.stored_models,
-    stored_worlds.stored_trees,
-    stored_worlds.stored_resume,
-    stored_worlds.stored_from_one,
-    stored_worlds.gathered,
-    complex_worlds.complex_shards,
-    complex_worlds.complex_replicas,
-    published_worlds.published_rules,
-]
-# What two processes cannot have, and what others go on from.
-FOUR = [
-    worlds.planes,
-    worlds.hybrid,
-    worlds.joined,
-    *OWNED,
-    worlds.resume,
-    worlds.from_two,
-    stored_worlds.stored_planes,
-    stored_worlds.stored_resume,
-    stored_worlds.stored_from_two,
-]
-# What two processes have shown.
-FOUR_AGAIN = [
-    worlds.rules,
-    worlds.tensor_parallel,
-    worlds.skips,
-    *WHOLE,
-    stored_worlds.stored_rules,
-    stored_worlds.stored_hybrid,
-]
+import optimi_func
+from optimi_func import AdamW, StableAdamW, compiled, prepare_for_gradient_release
+
+# Beside the names of rules: AdamW with a mask, whose share is of the whole tensor.
+CAUTIOUS = "cautious"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("worlds")
+def shapes() -> list[tuple[int, ...]]:
+    """Even, uneven, with empty shards, and as large as a kernel wants them."""
+    return [(8, 3), (5, 4), (1, 6), (3,), (3, 5000), (2, 1)]
 
 
-@pytest.fixture(scope="module")
-def one(folder: Path) -> None:
-    model, optimizer = worlds.fresh_pair(worlds.plain())
-    worlds.train(model, optimizer, range(5), worlds.batch)
-    worlds.save(model, optimizer, folder / "from 1")
-    stored_worlds.save_one(folder)
+def problem(dtype: torch.dtype) -> tuple[list[Tensor], list[list[Tensor]]]:
+    torch.manual_seed(2)
+    starts = [torch.randn(shape).to(dtype) for shape in shapes()]
+    grads = [[torch.randn(shape).to(dtype) * 10**i for shape in shapes()] for i in range(4)]
+    return starts, grads
 
 
-@pytest.fixture(scope="module")
-def two(folder: Path, one: None) -> dict[str, str]:
-    return worlds.start(TWO, 2, folder / "two")
+def moved(optimizer_of: Callable[[list[Any]], Any], dtype: torch.dtype, place: Any) -> Any:
+    """Parameters and optimizer after some given gradients, placed by `place`."""
+    starts, grads = problem(dtype)
+    params = [nn.Parameter(place(x.clone())) for x in starts]
+    optimizer = optimizer_of(params)
+    for step in grads:
+        for p, g in zip(params, step):
+            p.grad = place(g.clone())
+        optimizer.step()
+    return params, optimizer
 
 
-@pytest.fixture(scope="module")
-def four(folder: Path, two: dict[str, str]) -> dict[str, str]:
-    return worlds.start(FOUR, 4, folder / "four")
+def rule(name: str, foreach: bool) -> Callable[[list[Any]], Any]:
+    """An optimizer that steps eagerly or by foreach."""
+    way = {"foreach": True} if foreach else EAGER
+    more: dict[str, Any] = {"momentum": 0.9} if name == "sgd" else {}
+    if name == CAUTIOUS:
+        name, more = "adamw", {"cautious": True}
+    if name == "soap":  # a basis of 5000 x 5000 takes minutes
+        more = {"max_precond_dim": 1000}
+    return lambda ps: CLASSES[name](ps, lr=1e-2, weight_decay=0.1, **more, **way)
 
 
-@pytest.fixture(scope="module")
-def owned(folder: Path) -> dict[str, str]:
-    return worlds.start(OWNED, 2, folder / "owned")
+@functools.cache
+def moved_whole(name: str, dtype: torch.dtype, foreach: bool) -> Any:
+    return moved(rule(name, foreach), dtype, lambda x: fitted(name, x))
 
 
-@pytest.fixture(scope="module")
-def four_again(folder: Path) -> dict[str, str]:
-    return worlds.start(FOUR_AGAIN, 4, folder / "four again")
+def compare_rules(
+    place: Callable[[Tensor], Any],
+    ways: list[bool],
+    names: Iterable[str] = (*CLASSES, CAUTIOUS),
+) -> None:
+    for name in names:
+        for dtype in (torch.float32, torch.bfloat16):
+            for foreach in ways:
+                theirs, other = moved_whole(name, dtype, foreach)
+                fit = functools.partial(fitted, name)
+                ours, optimizer = moved(
+                    rule(name, foreach), dtype, lambda x, fit=fit: place(fit(x))
+                )
+                for p, q in zip(ours, theirs):
+                    # Each process looks at what it has.
+                    compare_leaf(name, p.to_local(), place(q.detach()).to_local())
+                    state, known = optimizer.state[p], other.state[q]
+                    assert list(state) == list(known)
+                    assert type(state["step"]) is Tensor and state["step"] == 4
+                    its = other.rule_of(other.param_groups[0])
+                    numbers = its.running._fields
+                    near = functools.partial(torch.allclose, rtol=1e-5)
+                    alike = near if name == "prodigy" else torch.equal
+                    assert all([alike(state[k], known[k]) for k in numbers])
+                    for field in set(state) - {"step", *numbers}:
+                        x = state[field]
+                        assert isinstance(x, DTensor)
+                        if field in its.whole_fields:  # cut on its own
+                            assert torch.equal(full(x), known[field]), field
+                            continue
+                        assert x.placements == p.placements, field
+                        assert x.dtype == known[field].dtype
+                        part, other_part = x.to_local(), place(known[field]).to_local()
+                        exact = name not in (*MEASURED, CAUTIOUS) or field != "kahan_comp"
+                        exact = exact and (name != "prodigy" or field == "p0")
+                        assert not exact or torch.equal(part, other_part), field
 
 
-@pytest.fixture(scope="module")
-def quick(folder: Path) -> dict[str, str]:
-    return worlds.start(QUICK, 2, folder / "quick")
+def compare_leaf(name: str, ours: Tensor, theirs: Tensor) -> None:
+    if name in (*MEASURED, CAUTIOUS):
+        tolerance = 1e-5 if ours.dtype == torch.float32 else 1e-2
+        assert torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
+    else:
+        assert torch.equal(ours, theirs), name
 
 
-@pytest.mark.parametrize("name", [check.__name__ for check in QUICK])
-def test_two_processes_in_short(name: str, quick: dict[str, str]) -> None:
-    assert not quick[name], quick[name]
+@world(full=[2], soak=[4])
+def test_every_rule_steps_shards_as_whole_tensors() -> None:
+    """Every rule, eagerly and by foreach, bit for bit as on whole tensors."""
+    # Four processes step by foreach on planes.
+    ways = [False, True] if dist.get_world_size() == 2 else [False]
+    compare_rules(by_rows(), ways)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", [check.__name__ for check in TWO])
-def test_two_processes(name: str, two: dict[str, str]) -> None:
-    assert not two[name], two[name]
+@world(2)
+def test_three_rules_step_shards_as_whole_tensors() -> None:
+    """Three rules: elementwise, with means over shards, and of whole matrices."""
+    compare_rules(by_rows(), [False], ("adamw", "stableadamw", "muon"))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", [check.__name__ for check in OWNED])
-def test_two_processes_divide_maps(name: str, owned: dict[str, str]) -> None:
-    assert not owned[name], owned[name]
+@world(full=[4])
+def test_every_rule_steps_on_meshes_of_two_dimensions() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    for placements in ([Replicate(), Shard(0)], [Shard(0), Shard(1)], [Shard(0), Shard(0)]):
+        compare_rules(placed(mesh, *placements), [True])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", [check.__name__ for check in FOUR])
-def test_four_processes(name: str, four: dict[str, str]) -> None:
-    assert not four[name], four[name]
+@world(full=[2])
+def test_a_kernel_takes_this_shard_and_a_bucket_that_one() -> None:
+    place = by_rows()
+    for cls in (AdamW, StableAdamW):
+
+        def make(params: Any, cls: Any = cls) -> Any:
+            return cls(params, lr=0.5, compile=True)
+
+        starts, _ = problem(torch.float32)
+        with in_turn():
+            theirs, _ = moved(make, torch.float32, lambda x: x)
+        ours, _ = moved(make, torch.float32, place)
+        assert_close([full(p) for p in ours], [full(p) for p in theirs], starts, 1e-6)
+    # The pure doors, compiled too.
+    starts, grads = problem(torch.float32)
+    tree = {str(i): place(x) for i, x in enumerate(starts)}
+    for step in (
+        compiled.stableadamw_step,
+        optimi_func.stableadamw_step,
+        compiled.stableadamw_step_,
+    ):
+        whole = {str(i): x.clone() for i, x in enumerate(starts)}
+        params, state = copy.deepcopy(tree), optimi_func.stableadamw_init(tree)
+        known = optimi_func.stableadamw_init(whole)
+        with in_turn():  # compiles what the shards take, too
+            first = {str(i): g for i, g in enumerate(grads[0])}
+            step(copy.deepcopy(whole), first, copy.deepcopy(known), lr=0.5)
+        for gs in grads:
+            pieces = {str(i): place(g) for i, g in enumerate(gs)}
+            params, state = step(params, pieces, state, lr=0.5)
+            gs = {str(i): g for i, g in enumerate(gs)}
+            whole, known = optimi_func.stableadamw_step(whole, gs, known, lr=0.5)
+        ours = [full(p) for p in params.values()]
+        assert_close(ours, list(whole.values()), starts, 1e-6)
+        assert state.step == 4
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("name", [check.__name__ for check in FOUR_AGAIN])
-def test_four_processes_again(name: str, four_again: dict[str, str]) -> None:
-    assert not four_again[name], four_again[name]
-
-
-@pytest.mark.full
-def test_from_four_to_two(folder: Path, four: dict[str, str]) -> None:
-    checks = [worlds.from_four, stored_worlds.stored_from_four]
-    endings = worlds.start(checks, 2, folder / "again").values()
-    assert not any(endings), "\n".join(endings)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_to_one(size: int, folder: Path, four: dict[str, str]) -> None:
-    worlds.loads_from(folder / f"from {size}", worlds.plain, worlds.batch)
-    stored_worlds.loads_from(folder, size, stored_worlds.plain)
-
-
-def test_state_of_plain_models_is_made_without_a_step() -> None:
-    worlds.check_made_state(worlds.plain)
-    model, optimizer = worlds.fresh_pair(worlds.plain())
-    model.first.bias.requires_grad_(False)
-    worlds.train(model, optimizer, range(2), worlds.batch)
-    model.first.bias.requires_grad_(True)
-    before = optimizer.state[model.first.weight]
-    optimizer.init_state()
-    assert optimizer.state[model.first.weight] is before
-    assert optimizer.state[model.first.bias]["step"] == 0
-    # A gradient makes it a step like any other, whatever lr is.
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
+@world(2)
+def test_gradients_that_lie_otherwise_are_brought_to_the_parameter_or_refused() -> None:
+    mesh, size = flat_mesh(), dist.get_world_size()
+    start, g = torch.randn(5, 3), torch.randn(5, 3)
+    whole = nn.Parameter(start.clone())
+    whole.grad = g.clone()
+    AdamW([whole], lr=0.1, **EAGER).step()
+    addend = DTensor.from_local(g / size, mesh, [Partial()])
+    for at in (Shard(0), Replicate()):
+        for grad in (addend, distribute_tensor(g, mesh, [Replicate()])):
+            p = nn.Parameter(distribute_tensor(start.clone(), mesh, [at]))
+            p.grad = grad
+            optimizer = AdamW([p], lr=0.1, **EAGER)
+            optimizer.step()
+            assert torch.allclose(p.full_tensor(), whole)
+            assert p.grad is grad
+            assert optimizer.state[p]["exp_avg"].placements == (at,)
+    p = nn.Parameter(distribute_tensor(start.clone(), mesh, [Shard(0)]))
+    optimizer = AdamW([("w", p)], lr=0.1, **EAGER)
+    optimizer.step()
+    before = p.full_tensor()
+    alone = nn.Parameter(start.clone())
+    alone.grad = distribute_tensor(g, mesh, [Shard(0)])
+    with raises(TypeError, "grads[0] is a DTensor, its parameter a Parameter"):
+        AdamW([alone], lr=0.1, **EAGER).step()
+    other = init_device_mesh("cpu", (1, size))
+    p.grad = distribute_tensor(g, other, [Replicate(), Shard(0)])
+    with raises(ValueError, "grads['w'] is on"):
+        optimizer.step()
+    assert torch.equal(before, p.full_tensor())
+    part = nn.Parameter(DTensor.from_local(start, mesh, [Partial()]))
+    part.grad = DTensor.from_local(g, mesh, [Partial()])
+    with raises(ValueError, "allowed are Shard and Replicate"):
+        AdamW([part], lr=0.1, **EAGER).step()
+    # A state from before it was divided.
+    p.grad = distribute_tensor(g, mesh, [Shard(0)])
+    optimizer.step()
+    optimizer.state[p]["exp_avg"] = torch.zeros(5, 3)
+    with raises(ValueError, "state['w']['exp_avg'] is not divided"):
+        optimizer.step()
+    # Autograd knows that the parameter was written.
     optimizer.state.clear()
-    worlds.train(model, optimizer, range(1), worlds.batch)
-    assert optimizer.state[model.first.bias]["step"] == 1
+    loss = (p * p).sum()
+    optimizer.step()
+    with raises(RuntimeError, "modified by an inplace operation"):
+        loss.backward()
+
+
+@world(full=[2])
+def test_a_shard_that_is_put_elsewhere_between_steps_is_followed() -> None:
+    mesh = flat_mesh()
+    for shape in ((5,), (5, 2)):
+        ends = []
+        for divided in (False, True):
+
+            def place(x: Tensor, divided: bool = divided) -> Any:
+                return distribute_tensor(x, mesh, [Shard(0)]) if divided else x
+
+            params: list[Any] = [nn.Parameter(place(torch.ones(shape))) for _ in range(2)]
+            optimizer = AdamW(params, lr=0.1, foreach=True)
+            for i in range(4):
+                if i == 3 and divided:
+                    params[0]._local_tensor = 2 * params[0]._local_tensor
+                elif i == 3:
+                    params[0].data = 2 * params[0].data
+                for p in params:
+                    p.grad = place(torch.full(shape, i - 1.5))
+                optimizer.step()
+            ends.append([full(p) for p in params])
+        assert all(torch.equal(a, b) for a, b in zip(*ends))
+
+
+@world(2, full=[4])
+def test_prodigys_sums_of_all_groups_are_one_message() -> None:
+    """Prodigy's two sums of all groups are one message a step, also under release."""
+    sent: list[int] = []
+    reduce = dist.all_reduce
+
+    def counted(x: Tensor, *given: Any, **how: Any) -> Any:
+        sent.append(x.numel())
+        return reduce(x, *given, **how)
+
+    def stepping(mesh: Any, release: bool, share: bool) -> tuple[Any, Any, Any]:
+        model = sharded(mesh)
+        named = list(model.named_parameters())
+        groups = [{"params": named[:2]}, {"params": named[2:]}]
+        options = {"share_d": share, "gradient_release": release, **EAGER}
+        optimizer = optimi_func.Prodigy(groups, **options)
+        return model, optimizer, release and prepare_for_gradient_release(model, optimizer)
+
+    four = dist.get_world_size() == 4
+    meshes = [flat_mesh(), *[hybrid_mesh() for _ in range(four)]]
+    for mesh, share in itertools.product(meshes, (False, True)):
+        model = plain()
+        named = list(model.named_parameters())
+        groups = [{"params": named[:2]}, {"params": named[2:]}]
+        other = optimi_func.Prodigy(groups, share_d=share, **EAGER)
+        train(model, other, range(8), batch)
+        runs = [stepping(mesh, release, share) for release in (False, True)]
+        for ours, optimizer, _ in runs:
+            for i in range(8):
+                sent.clear()
+                dist.all_reduce = counted
+                try:
+                    train(ours, optimizer, range(i, i + 1), mine)
+                finally:
+                    dist.all_reduce = reduce
+                messages = [n for n in sent if n in (2, 4)]
+                assert messages == [2 if share else 4], sent
+            for mine_, theirs in zip(optimizer.param_groups, other.param_groups):
+                error = abs(mine_["d"] / theirs["d"] - 1.0)
+                assert error < 1e-3 and theirs["d"] > 1e-6, (mine_["d"], theirs["d"])
+        (one, first, _), (two, second, handle) = runs
+        for p, q in zip(one.parameters(), two.parameters()):
+            assert torch.equal(p.to_local(), q.to_local())
+        ds = [[group["d"] for group in x.param_groups] for x in (first, second)]
+        assert ds[0] == ds[1]
+        assert all(x == ds for x in gathered(ds))
+        handle.remove()

@@ -7,6 +7,7 @@ skipped where it is not installed.
 
 import importlib
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -82,11 +83,16 @@ def assert_same(one, two) -> None:
         for name, x in state.items():
             y = theirs["state"][i][name]
             assert x.dtype == y.dtype and torch.equal(x, y), (i, name)
-    for group, twin_group in zip(mine["param_groups"], theirs["param_groups"]):
-        assert {**group, "gradient_release": None} == {
-            **twin_group,
-            "gradient_release": None,
-        }
+    for groups in zip(mine["param_groups"], theirs["param_groups"]):
+        one, other = ({**group, "gradient_release": None} for group in groups)
+        assert one == other
+
+
+def both(run):
+    """Runs with the ordinary step and with release, which end the same."""
+    ends = [run(release) for release in (False, True)]
+    assert_same(*ends)
+    return ends[1]
 
 
 def make_net(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -166,17 +172,16 @@ def make_trainer(transformers, out, model, optimizer, scheduler, **options):
 def test_transformers_trainer(
     transformers, tmp_path, dtype, recompute: bool, autocast: bool
 ) -> None:
-    pair = []
-    for release in (False, True):
+    def run(release: bool):
         model = make_gpt2(transformers, dtype=dtype)
         if recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         optimizer = make_optimizer(model, release)
         arguments = (transformers, tmp_path, model, optimizer, linear(optimizer))
         make_trainer(*arguments, bf16=autocast).train()
-        pair.append((model, optimizer))
-    assert_same(*pair)
-    assert_lrs(optimizer)
+        return model, optimizer
+
+    assert_lrs(both(run)[1])
 
 
 def estimate(model: nn.Module, inputs) -> list[torch.Tensor]:
@@ -189,17 +194,18 @@ def estimate(model: nn.Module, inputs) -> list[torch.Tensor]:
 
 
 def test_transformers_trainer_of_a_rule_with_extras(transformers, tmp_path) -> None:
-    pair, losses = [], []
-    for release in (False, True):
+    losses = []
+
+    def run(release: bool):
         model = make_gpt2(transformers)
         optimizer = Sophia(model.parameters(), lr=3e-3, rho=1.0, gradient_release=release)
         if release:
             prepare_for_gradient_release(model, optimizer)
 
         class Second(transformers.Trainer):
-            def training_step(self, model, inputs, *rest, given=optimizer):
+            def training_step(self, model, inputs, *rest):
                 if self.state.global_step % 2 == 0:
-                    given.give(hessian=estimate(model, inputs))
+                    optimizer.give(hessian=estimate(model, inputs))
                 losses.append(super().training_step(model, inputs, *rest).item())
                 return torch.tensor(losses[-1])
 
@@ -209,8 +215,9 @@ def test_transformers_trainer_of_a_rule_with_extras(transformers, tmp_path) -> N
             train_dataset=tokens(4) * STEPS,
             optimizers=(optimizer, linear(optimizer)),
         ).train()
-        pair.append((model, optimizer))
-    assert_same(*pair)
+        return model, optimizer
+
+    both(run)
     assert losses[STEPS - 1] < losses[0]
 
 
@@ -328,15 +335,14 @@ BY_TWO = {"accumulation": "buffer", "accumulation_steps": 2}
 
 
 def test_transformers_trainer_accumulates_under_release(transformers, tmp_path) -> None:
-    pair = []
-    for release in (False, True):
+    def run(release: bool):
         model = make_gpt2(transformers)
         optimizer = make_optimizer(model, release, **BY_TWO)
         arguments = (transformers, tmp_path, model, optimizer, linear(optimizer))
         make_trainer(*arguments, gradient_accumulation_steps=2).train()
-        pair.append((model, optimizer))
-    assert_same(*pair)
-    assert_lrs(optimizer)
+        return model, optimizer
+
+    assert_lrs(both(run)[1])
     # Without being told, the hooks would step twice as often: said aloud.
     model = make_gpt2(transformers)
     optimizer = make_optimizer(model, True)
@@ -424,37 +430,32 @@ def test_trl_makes_the_model_that_a_callback_releases(
         unk_token="0",
     )
     rows = [{"input_ids": row["input_ids"].tolist()} for row in tokens(8 * STEPS)]
-    pair = []
-    for release in (False, True):
+    off = {"gradient_checkpointing": False, "bf16": False}
+
+    def run(release: bool):
         transformers.set_seed(0)
         arguments = make_arguments(
-            trl.SFTConfig,
-            tmp_path,
-            gradient_accumulation_steps=2,
-            gradient_checkpointing=False,
-            bf16=False,
+            trl.SFTConfig, tmp_path, gradient_accumulation_steps=2, **off
         )
         lora = peft.LoraConfig(
             r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"
         )
+        given = {"lr": LR, "gradient_release": release, "compile": False}
         trainer = trl.SFTTrainer(
             make_gpt2(transformers),
             arguments,
             train_dataset=datasets.Dataset.from_list(rows),
             processing_class=tokenizer,
             peft_config=lora if adapters else None,
-            optimizer_cls_and_kwargs=(
-                AdamW,
-                {"lr": LR, "gradient_release": release, "compile": False},
-            ),
+            optimizer_cls_and_kwargs=(AdamW, given),
             callbacks=[callbacks.Release()] if release else None,
         )
         before = [p.detach().clone() for p in trainer.model.parameters()]
         trainer.train()
-        after = list(trainer.model.parameters())
-        assert not all(map(torch.equal, before, after))
-        pair.append((trainer.model, trainer.optimizer.optimizer))
-    assert_same(*pair)
+        assert not all(map(torch.equal, before, trainer.model.parameters()))
+        return trainer.model, trainer.optimizer.optimizer
+
+    both(run)
 
 
 def test_transformers_trainer_saves_the_average_by_a_callback(
@@ -539,72 +540,50 @@ def make_module(lightning, release: bool, automatic: bool, dtype: torch.dtype, *
     return Module()
 
 
-def fit(
-    lightning,
-    out,
-    module,
-    data: DataLoader,
-    epochs=1,
-    checkpoint=None,
-    precision=None,
-    accumulate=1,
-):
-    trainer = lightning.Trainer(
-        max_epochs=epochs,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        accumulate_grad_batches=accumulate,
-        precision=precision,
-        default_root_dir=out,
-    )
+def fit(lightning, out, module, data: DataLoader, checkpoint=None, **options):
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    usual = {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "default_root_dir": out}
+    trainer = lightning.Trainer(**{**usual, **dict.fromkeys(off, False), **options})
     trainer.fit(module, data, ckpt_path=checkpoint)
-    return trainer
+    return module, trainer.optimizers[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("automatic", [True, False])
 @pytest.mark.parametrize("precision", [None, "bf16-mixed"])
 def test_lightning(lightning, tmp_path, automatic: bool, dtype, precision) -> None:
-    pair = []
-    for release in (False, True):
+    def run(release: bool):
         module = make_module(lightning, release, automatic, dtype)
-        data = make_data(dtype)
-        trainer = fit(lightning, tmp_path, module, data, precision=precision)
-        pair.append((module, trainer.optimizers[0]))
-    assert_same(*pair)
-    assert_lrs(pair[1][1])
+        return fit(lightning, tmp_path, module, make_data(dtype), precision=precision)
+
+    assert_lrs(both(run)[1])
 
 
 def test_lightning_resumes_from_a_released_checkpoint(lightning, tmp_path) -> None:
     half, saved = STEPS // 2, tmp_path / "half.ckpt"
-    pair = []
-    for release in (False, True):
+
+    def run(release: bool):
         data = make_data(steps=half)  # Lightning resumes between two epochs
         module = make_module(lightning, release, True, torch.float32)
         if release:
-            fit(lightning, tmp_path, module, data, 1).save_checkpoint(saved)
+            fit(lightning, tmp_path, module, data)
+            module.trainer.save_checkpoint(saved)
             module = make_module(lightning, release, True, torch.float32)
         checkpoint = saved if release else None
-        trainer = fit(lightning, tmp_path, module, data, 2, checkpoint)
-        pair.append((module, trainer.optimizers[0]))
-    assert_same(*pair)
-    assert_lrs(pair[1][1], first=half)
+        return fit(lightning, tmp_path, module, data, checkpoint, max_epochs=2)
+
+    assert_lrs(both(run)[1], first=half)
 
 
 def test_lightning_accumulates_under_release(lightning, tmp_path) -> None:
     """And the last of three batches is a step of its own: the epoch ends there."""
-    pair = []
-    for release in (False, True):
+
+    def run(release: bool):
         module = make_module(lightning, release, True, torch.float32, **BY_TWO)
-        data = make_data(steps=3)
-        trainer = fit(lightning, tmp_path, module, data, epochs=2, accumulate=2)
-        pair.append((module, trainer.optimizers[0]))
-    assert_same(*pair)
-    assert {int(s["step"]) for s in pair[1][1].state.values()} == {4}
+        how = {"max_epochs": 2, "accumulate_grad_batches": 2}
+        return fit(lightning, tmp_path, module, make_data(steps=3), **how)
+
+    assert {int(s["step"]) for s in both(run)[1].state.values()} == {4}
 
 
 # Accelerate
@@ -616,26 +595,32 @@ def accelerate():
     reset_accelerate()
 
 
+def by_accelerate(accelerate, release: bool, make=make_optimizer, at=None, **options):
+    """Train a network, with what happens after some steps."""
+    reset_accelerate()
+    dtype, steps = options.pop("dtype", torch.float32), options.pop("steps", STEPS)
+    accelerator = accelerate.Accelerator(cpu=True, **options)
+    model = make_net(dtype)
+    parts = "gradient_accumulation_steps" in options
+    optimizer = make(model, release, **(BY_TWO if parts else {}))
+    everything = (model, optimizer, make_data(dtype, steps), linear(optimizer))
+    wrapped, stepped, data, schedule = accelerator.prepare(*everything)
+    for i, (x, y) in enumerate(data):
+        if at is not None and i == 2:
+            at(accelerator)
+        with accelerator.accumulate(wrapped):
+            accelerator.backward((wrapped(x) - y).float().square().mean())
+            stepped.step()
+            schedule.step()
+            stepped.zero_grad()
+    return model, optimizer
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_accelerate(accelerate, dtype, precision: str) -> None:
-    pair = []
-    for release in (False, True):
-        reset_accelerate()
-        accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
-        model = make_net(dtype)
-        optimizer = make_optimizer(model, release)
-        everything = (model, optimizer, make_data(dtype), linear(optimizer))
-        wrapped, stepped, data, schedule = accelerator.prepare(*everything)
-        for x, y in data:
-            stepped.zero_grad()
-            loss = (wrapped(x) - y).float().square().mean()
-            accelerator.backward(loss)
-            stepped.step()
-            schedule.step()
-        pair.append((model, optimizer))
-    assert_same(*pair)
-    assert_lrs(optimizer)
+    options = {"dtype": dtype, "mixed_precision": precision}
+    assert_lrs(both(partial(by_accelerate, accelerate, **options))[1])
 
 
 def test_accelerate_prepares_and_loads_in_mid_run(accelerate, tmp_path) -> None:
@@ -670,22 +655,8 @@ def test_accelerate_prepares_and_loads_in_mid_run(accelerate, tmp_path) -> None:
 
 
 def test_accelerate_accumulates_under_release(accelerate) -> None:
-    pair = []
-    for release in (False, True):
-        reset_accelerate()
-        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-        model = make_net()
-        optimizer = make_optimizer(model, release, **BY_TWO)
-        everything = (model, optimizer, make_data(steps=2 * STEPS - 1), linear(optimizer))
-        wrapped, stepped, data, schedule = accelerator.prepare(*everything)
-        for x, y in data:
-            with accelerator.accumulate(wrapped):
-                accelerator.backward((wrapped(x) - y).square().mean())
-                stepped.step()
-                schedule.step()
-                stepped.zero_grad()
-        pair.append((model, optimizer))
-    assert_same(*pair)
+    options = {"gradient_accumulation_steps": 2, "steps": 2 * STEPS - 1}
+    _, optimizer = both(partial(by_accelerate, accelerate, **options))
     assert {int(s["step"]) for s in optimizer.state.values()} == {STEPS}
 
 
@@ -723,36 +694,22 @@ def test_transformers_trainer_makes_it(transformers, tmp_path) -> None:
 
 def test_lightning_takes_it(lightning, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "make_optimizer", make_mixed)
-    pair = []
-    for release in (False, True):
+
+    def run(release: bool):
         module = make_module(lightning, release, True, torch.float32)
-        trainer = fit(lightning, tmp_path, module, make_data())
-        pair.append((module, trainer.optimizers[0]))
-    assert_same(*pair)
+        return fit(lightning, tmp_path, module, make_data())
+
     # The head decays and the norms and biases do not.
-    rules = [group["rule"] for group in pair[0][1].param_groups]
+    rules = [group["rule"] for group in both(run)[1].param_groups]
     assert rules == ["muon", "adamw", "adamw"]
 
 
 def test_accelerate_takes_it(accelerate, tmp_path) -> None:
-    pair = []
-    for release in (False, True):
-        reset_accelerate()
-        accelerator = accelerate.Accelerator(cpu=True)
-        model = make_net()
-        optimizer = make_mixed(model, release)
-        everything = (model, optimizer, make_data(), linear(optimizer))
-        wrapped, stepped, data, schedule = accelerator.prepare(*everything)
-        for i, (x, y) in enumerate(data):
-            if i == 2:
-                accelerator.save_state(tmp_path)
-                accelerator.load_state(tmp_path)
-            stepped.zero_grad()
-            accelerator.backward((wrapped(x) - y).square().mean())
-            stepped.step()
-            schedule.step()
-        pair.append((model, optimizer))
-    assert_same(*pair)
+    def saved_and_loaded(accelerator) -> None:
+        accelerator.save_state(tmp_path)
+        accelerator.load_state(tmp_path)
+
+    both(partial(by_accelerate, accelerate, make=make_mixed, at=saved_and_loaded))
 
 
 def test_accelerate_leaves_the_modes_to_the_loop(accelerate) -> None:

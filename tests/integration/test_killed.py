@@ -11,6 +11,7 @@ from typing import Any
 import forked
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import resume
@@ -40,19 +41,14 @@ def written(path: Path) -> int:
 
 
 def assert_same(one: Any, other: Any) -> None:
-    assert type(one) is type(other)
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_same(one[key], other[key])
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for pair in zip(one, other):
-            assert_same(*pair)
-    elif isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype and torch.equal(one, other)
-    else:
-        assert one == other
+    (flat, spec), (others, its) = map(pytree.tree_flatten, (one, other))
+    assert spec == its
+    for x, y in zip(flat, others):
+        assert type(x) is type(y)
+        if isinstance(x, torch.Tensor):
+            assert x.dtype == y.dtype and torch.equal(x, y)
+        else:
+            assert x == y
 
 
 @pytest.mark.full

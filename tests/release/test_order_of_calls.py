@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from released import Net, batch, make, train
+from released import Net, batch, make, prepared, train
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.optim import lr_scheduler
@@ -33,8 +33,7 @@ def test_hyperparameters_written_after_backward_are_named(
 ) -> None:
     """A warmup from 0 that sets lr between backward and step() begins with the full lr."""
     lr: Any = torch.tensor(0.1) if capturable else 0.1
-    model, optimizer = make(lr=lr, weight_decay=0.1, capturable=capturable)
-    prepare_for_gradient_release(model, optimizer)
+    model, optimizer, _ = prepared(make(lr=lr, weight_decay=0.1, capturable=capturable))
     before = copy.deepcopy(model.state_dict())
     group = optimizer.param_groups[0]
     loss_of(model, 0).backward()
@@ -55,8 +54,7 @@ def test_hyperparameters_written_after_backward_are_named(
 
 def test_hyperparameters_in_time_are_not_named() -> None:
     """Before backward, after step(), in the last micro-batch's step() or in a closure."""
-    model, optimizer = make()
-    handle = prepare_for_gradient_release(model, optimizer)
+    model, optimizer, handle = prepared()
     schedulers = [
         lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20),
         lr_scheduler.LambdaLR(optimizer, lambda i: 0.9**i),

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from released import EAGER, Net, assert_same, batch, make, train
+from released import EAGER, Net, assert_same, batch, make, of, prepared, train
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from optimi_func import (
     SGD,
@@ -129,28 +131,6 @@ def test_a_probe_sees_the_gradients_and_moves_nothing() -> None:
     assert all(map(torch.equal, probed, seen)) and len(seen) == 3 * 7
 
 
-def test_a_bad_batch_is_passed_over_by_continue() -> None:
-    ends = []
-    for release in (False, True):
-        model, optimizer = make(release=release)
-        paused = no_pause
-        if release:
-            paused = prepare_for_gradient_release(model, optimizer).paused
-        for i in range(5):
-            x = batch(i) * (float("inf") if i == 2 else 1.0)
-            with paused():
-                model(x).square().mean().backward()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            if not norm.isfinite():
-                optimizer.zero_grad()
-                continue
-            optimizer.step()  # the ordinary step
-            optimizer.zero_grad()
-        assert optimizer.state[model.last.weight]["step"] == 4
-        ends.append((model, optimizer))
-    assert_same(*ends)
-
-
 @pytest.mark.parametrize("policy", [{}, BUFFER, {"clip_global_norm": 1e6}], ids=str)
 def test_gradients_that_nobody_drops_join_the_next_step(policy: Any) -> None:
     ends = []
@@ -199,8 +179,7 @@ def test_pauses_nest_and_end_with_an_exception() -> None:
 
 
 def test_a_running_backward_cannot_be_paused() -> None:
-    model, optimizer = make()
-    handle = prepare_for_gradient_release(model, optimizer)
+    model, _, handle = prepared()
 
     def pause(_: Tensor) -> None:
         with handle.paused():
@@ -219,10 +198,7 @@ def test_a_running_backward_cannot_be_paused() -> None:
 def test_an_open_cycle_waits(accumulation: str) -> None:
     ends = []
     for probed in (False, True):
-        model, optimizer = make()
-        handle = prepare_for_gradient_release(
-            model, optimizer, accumulation=accumulation, accumulation_steps=2
-        )
+        model, optimizer, handle = prepared(accumulation=accumulation, accumulation_steps=2)
         for i in range(4):
             model(batch(i)).square().mean().backward()
             if probed:
@@ -237,8 +213,7 @@ def test_an_open_cycle_waits(accumulation: str) -> None:
 
 @pytest.mark.parametrize("accumulation", ["buffer", "states"])
 def test_a_cycle_and_gradients_aside_are_not_two_steps(accumulation: str) -> None:
-    model, optimizer = make()
-    handle = prepare_for_gradient_release(model, optimizer, accumulation=accumulation)
+    model, optimizer, handle = prepared(accumulation=accumulation)
     model(batch(0)).square().mean().backward()
     with handle.paused():
         model(batch(1)).square().mean().backward()
@@ -256,8 +231,7 @@ def test_a_cycle_and_gradients_aside_are_not_two_steps(accumulation: str) -> Non
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 def test_paused_a_backward_is_as_without_release() -> None:
     """Nothing is measured twice, and second derivatives may be asked for."""
-    model, optimizer = make()
-    handle = prepare_for_gradient_release(model, optimizer, clip_global_norm=0.1)
+    model, optimizer, handle = prepared(clip_global_norm=0.1)
     calls: list[Tensor] = []
 
     def loss_fn() -> Tensor:
@@ -285,8 +259,7 @@ def _create_graph(model: nn.Module) -> Tensor:
 
 def test_backwards_that_are_all_paused_are_backwards() -> None:
     """The hooks have run, so that nothing is wrong with the model's parameters."""
-    model, optimizer = make()
-    handle = prepare_for_gradient_release(model, optimizer)
+    model, optimizer, handle = prepared()
     for i in range(3):
         with handle.paused():
             model(batch(i)).mean().backward()
@@ -297,8 +270,7 @@ def test_backwards_that_are_all_paused_are_backwards() -> None:
 
 def test_zero_grad_in_its_usual_places_says_nothing() -> None:
     for first in (False, True):
-        model, optimizer = make()
-        prepare_for_gradient_release(model, optimizer)
+        model, optimizer, _ = prepared()
         for i in range(3):
             if first:
                 optimizer.zero_grad()
@@ -317,41 +289,31 @@ def test_zero_grad_in_its_usual_places_says_nothing() -> None:
         optimizer.step(closure)
 
 
-def test_a_sharded_model_is_paused(tmp_path) -> None:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    store = f"file://{tmp_path}/store"
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    try:
-        straight = make(SGD, release=False)
-        torch.manual_seed(0)
-        model = Net()
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        optimizer = SGD(model.parameters(), lr=1e-2, gradient_release=True, **EAGER)
-        handle = prepare_for_gradient_release(model, optimizer)
-        for i in range(2):
-            with handle.paused():
-                model(batch(50 + i)).abs().mean().backward()
-            straight[0](batch(50 + i)).abs().mean().backward()
-            for p, q in zip(straight[0].parameters(), model.parameters()):
-                assert torch.equal(p.grad, q.grad.full_tensor())
-            if i:  # the first is left, and joins the step
-                optimizer.zero_grad()
-                straight[1].zero_grad()
-            train(*straight, 1, start=i)
-            train(model, optimizer, 1, start=i)
+@pytest.mark.usefixtures("one_process")
+def test_a_sharded_model_is_paused() -> None:
+    straight = make(SGD, release=False)
+    torch.manual_seed(0)
+    model = Net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    model, optimizer, handle = prepared(of(model, SGD))
+    for i in range(2):
+        with handle.paused():
+            model(batch(50 + i)).abs().mean().backward()
+        straight[0](batch(50 + i)).abs().mean().backward()
         for p, q in zip(straight[0].parameters(), model.parameters()):
-            assert torch.equal(p, q.full_tensor())
-    finally:
-        dist.destroy_process_group()
+            assert torch.equal(p.grad, q.grad.full_tensor())
+        if i:  # the first is left, and joins the step
+            optimizer.zero_grad()
+            straight[1].zero_grad()
+        train(*straight, 1, start=i)
+        train(model, optimizer, 1, start=i)
+    for p, q in zip(straight[0].parameters(), model.parameters()):
+        assert torch.equal(p, q.full_tensor())
 
 
 def test_a_loop_that_drops_applied_gradients_is_told_once() -> None:
     """As by `continue` after a backward, or after a probe."""
-    model, optimizer = make()
-    prepare_for_gradient_release(model, optimizer)
+    model, optimizer, _ = prepared()
     model(batch(0)).mean().backward()
     with pytest.warns(UserWarning, match=r"drops nothing.*with handle\.paused\(\)"):
         optimizer.zero_grad()

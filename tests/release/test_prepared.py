@@ -66,17 +66,6 @@ def test_a_pure_optimizer_in_place_of_a_class_too() -> None:
     assert optimizer.state[model.bias]["step"] == 1
 
 
-def test_hooks_of_others_stay_and_are_still_told_of() -> None:
-    model, seen = nn.Linear(2, 1), []
-    model.weight.register_post_accumulate_grad_hook(seen.append)
-    optimizer = SGD(model.parameters(), lr=0.5, **RELEASE)
-    with pytest.raises(ValueError, match="ignore_existing_hooks=True"):
-        prepare_for_gradient_release(model, optimizer)
-    with prepare_for_gradient_release(model, optimizer, ignore_existing_hooks=True):
-        backward(model)
-    assert seen == [model.weight] and model.weight.grad is None
-
-
 def test_through_another_module_around_the_same_parameters() -> None:
     """torch.compile(model) in a notebook cell makes a new module each time."""
     inner = nn.Linear(2, 1)
@@ -115,15 +104,6 @@ def test_a_dead_optimizers_hooks_come_off_by_themselves() -> None:
     # Of the dead one nothing is left to raise.
     backward(inner)
     assert inner.weight.grad is not None
-
-
-def test_without_prepare_it_is_the_ordinary_step() -> None:
-    model = nn.Linear(2, 1)
-    optimizer = SGD(model.parameters(), lr=0.5, **RELEASE)
-    before = weights(model)
-    backward(model)
-    optimizer.step()
-    assert all(torch.equal(q, p - 0.5) for p, q in zip(before, weights(model)))
 
 
 def test_backward_asks_for_the_function_and_not_for_its_loss() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from shards import batch, flat_mesh, loss_of, mine, plain, sharded
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from worlds import batch, flat_mesh, loss_of, mine, plain, sharded
 
 from optimi_func import EMA, AdamW
 

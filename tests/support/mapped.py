@@ -3,7 +3,6 @@
 from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from optimi_func.classes.base import BaseOptimizer
@@ -69,15 +68,3 @@ class Mapped(BaseOptimizer):
     weight_decay: InitVar[float] = 0.01
     _: KW_ONLY
     process_group: InitVar[Any] = None
-
-
-def loop(x: Tensor, grads: list[Tensor], lr: float, decay: float) -> tuple[Tensor, ...]:
-    """Return the parameter and its state after steps by these gradients."""
-    m, rows, sides = torch.zeros_like(x), 0.0, 0.0
-    for g in grads:
-        m = 0.9 * m + g
-        d = m + 0.1 * x
-        rows = 0.9 * rows + d.square().mean(-1, keepdim=True)
-        sides = sides + 0.1 * x.square().sum() / max(1, x.numel())
-        x = x - lr * (d - d.mean()) / (rows.sqrt() + 6 * sides) - lr * decay * x
-    return x, m, torch.as_tensor(rows), torch.as_tensor(sides).expand(3, 2)

@@ -9,6 +9,7 @@ threads of a block. div.full, which may be off by 2 units of the last place, is 
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,19 @@ _COMPARE: dict[str, Callable[..., Any]] = {
     "ge": np.greater_equal,
     "eq": np.equal,
     "ne": np.not_equal,
+}
+_EITHER: dict[str, Callable[..., Any]] = {  # of floats and of whole numbers
+    "add": np.add,
+    "sub": np.subtract,
+    "neg": np.negative,
+    "abs": np.abs,
+}
+_BITS: dict[str, Callable[..., Any]] = {
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "not": np.invert,
+    "rem": np.fmod,
 }
 _WARP = 32
 _HALVES = ["half of a", "half of b"]  # registers of this interpreter
@@ -157,13 +171,22 @@ class _Block:
                 assert on.all() or not on.any(), "threads part"
                 place = labels[operands[0]] if on.all() else place
             elif op[0] not in ("bar", "createpolicy"):
-                handler = getattr(self, f"_{op[0]}", None)
+                handler = self._handler(op)
                 # Of abs in an isinf, and of floor, what is smallest may become 0.
                 flushed = "ftz" in op and op[0] != "abs" and "rmi" not in op
                 if handler is None or flushed:
                     raise NotImplementedError(".".join(op))
                 with np.errstate(all="ignore"):
                     handler(op, operands, on)
+
+    def _handler(self, op: list[str]) -> Callable[..., None] | None:
+        name = op[0]
+        if name in _EITHER:
+            kind = self._float if op[-1] == "f32" else self._whole
+            return partial(kind, f=_EITHER[name])
+        if name in _BITS:
+            return partial(self._whole, f=_BITS[name])
+        return getattr(self, f"_{name}", None)
 
     # Operands
 
@@ -286,12 +309,6 @@ class _Block:
 
     # Numbers
 
-    def _add(self, op: list[str], xs: list[str], on: Any) -> None:
-        (self._float if op[-1] == "f32" else self._whole)(op, xs, on, np.add)
-
-    def _sub(self, op: list[str], xs: list[str], on: Any) -> None:
-        (self._float if op[-1] == "f32" else self._whole)(op, xs, on, np.subtract)
-
     def _mul(self, op: list[str], xs: list[str], on: Any) -> None:
         if op[1] == "wide":
             wide = f"{op[-1][0]}{2 * int(op[-1][1:])}"
@@ -326,30 +343,12 @@ class _Block:
         assert op[1] == "rn", op
         self._float(op, xs, on, np.sqrt)
 
-    def _neg(self, op: list[str], xs: list[str], on: Any) -> None:
-        (self._float if op[-1] == "f32" else self._whole)(op, xs, on, np.negative)
-
     def _bfe(self, op: list[str], xs: list[str], on: Any) -> None:
         a, at, count = self._all("u32", xs[1:])
         a = a << (np.uint32(32) - at - count)
         if op[-1] == "s32":
             a = a.view(np.int32)
         self._put(xs[0], a >> (np.uint32(32) - count).astype(a.dtype), on)
-
-    def _and(self, op: list[str], xs: list[str], on: Any) -> None:
-        self._whole(op, xs, on, np.bitwise_and)
-
-    def _or(self, op: list[str], xs: list[str], on: Any) -> None:
-        self._whole(op, xs, on, np.bitwise_or)
-
-    def _xor(self, op: list[str], xs: list[str], on: Any) -> None:
-        self._whole(op, xs, on, np.bitwise_xor)
-
-    def _not(self, op: list[str], xs: list[str], on: Any) -> None:
-        self._whole(op, xs, on, np.invert)
-
-    def _rem(self, op: list[str], xs: list[str], on: Any) -> None:
-        self._whole(op, xs, on, np.fmod)
 
     def _prmt(self, op: list[str], xs: list[str], on: Any) -> None:
         a, b, selector = self._all("b32", xs[1:])
@@ -363,9 +362,6 @@ class _Block:
             byte = np.where(choice >= 8, sign, byte)
             found |= byte.astype(np.uint32) << np.uint32(8 * i)
         self._put(xs[0], found, on)
-
-    def _abs(self, op: list[str], xs: list[str], on: Any) -> None:
-        (self._float if op[-1] == "f32" else self._whole)(op, xs, on, np.abs)
 
     def _min(self, op: list[str], xs: list[str], on: Any) -> None:
         self._extreme(op, xs, on, np.minimum, np.fmin)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import MATRICES, SENSITIVE, Case
+from cases import MATRICES, Case
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -105,12 +105,6 @@ class Run:
 
     def __init__(self, case: Case, dtype: torch.dtype, mode: Mode) -> None:
         self.mode = mode
-        # Two threads wait for each other longer than so few elements take. Kernels are
-        # compiled for a number of threads: that of all tests. Eigenvectors of a first
-        # gradient, of which 130 rows have a rank of 70, are of LAPACK's choice, which
-        # depends on the threads: SOAP has two everywhere.
-        own = mode.options.get("compile") or case.name in SENSITIVE
-        self.threads = 2 if own else 1
         dims = 0 if case.name not in MATRICES else 2
         self.model: nn.Module = Sizes(dtype, mode.small, dims)
         names = self.model.named_parameters()
@@ -133,14 +127,12 @@ class Run:
     def train(self, start: int, stop: int) -> None:
         """Backwards from `start` on; in a cycle of accumulation two make a step."""
         each = 2 if self.mode.release and "accumulation" in self.mode.release else 1
-        torch.set_num_threads(self.threads)
         for t in range(start, stop):
             self.model.loss(t).backward()
             if (t + 1) % each == 0:
                 self.optimizer.step()
                 self.schedule.step()
                 self.optimizer.zero_grad()
-        torch.set_num_threads(2)
 
     def save(self, folder: Path) -> None:
         """In every format."""
@@ -200,7 +192,7 @@ def go_on(job: Job, folder: Path, form: str, start: int, stop: int) -> dict[str,
 def main(folder: Path) -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "eps=|weight_decay=|max_lr=|`torch.jit")
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     inductor.PRECOMPILE_HEADERS = True  # as where the first halves were compiled
     math.multiplies_bfloat16 = lambda: False
     # (job, its folder, format, start, stop)

@@ -4,13 +4,13 @@ import math
 from pathlib import Path
 from typing import Any
 
-import replica_worlds
+import replicas as on_replicas
 import torch
 import torch.distributed as dist
+from shards import EAGER, assert_close, batch, flat_mesh, loss_of, mine, plain, sharded
+from shards import snapshot as taken
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from worlds import EAGER, assert_close, batch, flat_mesh, loss_of, mine, plain, sharded
-from worlds import snapshot as taken
 
 from optimi_func import AdamW, Muon, MuonAdamW, prepare_for_gradient_release
 
@@ -120,24 +120,24 @@ def replicas(folder: Path) -> None:
             whole.zero_grad()
             same = all(map(torch.equal, before, taken(model)))
             assert same == (i == BAD)
-            replica_worlds.assert_same_everywhere(model)
+            on_replicas.assert_same_everywhere(model)
         assert optimizer.skipped_steps == 1
 
 
 def released_replicas(folder: Path) -> None:
     """Release on replicas: averages are NaN in all, so no message is needed."""
     for options in RELEASED:
-        model = replica_worlds.net()
-        handle = replica_worlds.prepare(
-            model, replica_worlds.adamw(model, True), **options, **SKIP
+        model = on_replicas.net()
+        handle = on_replicas.prepare(
+            model, on_replicas.adamw(model, True), **options, **SKIP
         )
         for i in range(3):
-            x, before = replica_worlds.batch(i), taken(model)
+            x, before = on_replicas.batch(i), taken(model)
             if i == BAD and dist.get_rank() == 1:
                 x[0, 0] = float("inf")
-            handle.backward(lambda x=x, model=model: replica_worlds.loss_of(model, x))
+            handle.backward(lambda x=x, model=model: on_replicas.loss_of(model, x))
             handle.step()
             assert all(map(torch.equal, before, taken(model))) == (i == BAD)
-            replica_worlds.assert_same_everywhere(model)
+            on_replicas.assert_same_everywhere(model)
         assert set(handle.skipped.values()) == {1}
         handle.remove()

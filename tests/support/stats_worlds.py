@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import replica_worlds
+import replicas as on_replicas
 import torch.distributed as dist
-from worlds import batch, flat_mesh, loss_of, mine, plain, sharded
+from shards import batch, flat_mesh, loss_of, mine, plain, sharded
 
 from optimi_func import AdamW, MuonAdamW, Stats, prepare_for_gradient_release
 
@@ -54,11 +54,11 @@ def shards(folder: Path) -> None:
 
 def replicas(folder: Path) -> None:
     """Release on replicas, and Muon's matrices divided among processes."""
-    model = replica_worlds.net()
-    handle = replica_worlds.prepare(model, replica_worlds.adamw(model, True))
+    model = on_replicas.net()
+    handle = on_replicas.prepare(model, on_replicas.adamw(model, True))
     optimizer: Any = handle.optimizer
     (measured := Stats(optimizer)).track()
-    replica_worlds.loss_of(model, replica_worlds.batch(0)).backward()
+    on_replicas.loss_of(model, on_replicas.batch(0)).backward()
     optimizer.step()
     found = [measured.stats()["all"]]
     handle.remove()

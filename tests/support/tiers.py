@@ -28,11 +28,17 @@ def is_later(item: Any) -> bool:
     return any(item.get_closest_marker(name) for name in LATER)
 
 
+# What is costly to make and is made once a worker, by what a file that uses it says.
+SHARED = {"kernels": r"mark\.kernels|\"kernels\"", "worlds": r"^@world\(\d"}
+
+
 @cache
-def has_kernels(path: Path) -> bool:
-    """Return whether tests of a file step through the table of kernels in `make test`."""
-    marks = r"mark\.kernels|\"kernels\""
-    return "not full" in selected and bool(re.search(marks, path.read_text()))
+def shared_by(path: Path) -> str:
+    """Return what tests of a file share with those of other files in `make test`, or ""."""
+    if "not full" not in selected:
+        return ""
+    text = path.read_text()
+    return next((name for name, x in SHARED.items() if re.search(x, text, re.M)), "")
 
 
 def row(*values: Any, id: str, tier: str = "") -> Any:

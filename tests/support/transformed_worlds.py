@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from shards import EAGER, flat_mesh
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
-from worlds import EAGER, flat_mesh
 
 from optimi_func import AdamW, prepare_for_gradient_release
 from optimi_func.transforms import (

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shards import assert_close, batch, flat_mesh, loss_of, mine, plain, sharded, snapshot
 from torch import Tensor, nn
-from worlds import assert_close, batch, flat_mesh, loss_of, mine, plain, sharded, snapshot
 
 from optimi_func import SAM, AdamW, Lookahead
 

@@ -1,29 +1,43 @@
-"""What several processes check of rules that map whole tensors: they equal one process."""
+"""Rules that map whole tensors, on shards: they equal one process, on gloo."""
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import worlds
 from cases import taken
+from shards import (
+    EAGER,
+    assert_close,
+    batch,
+    flat_mesh,
+    full,
+    load,
+    loss_of,
+    mine,
+    placed,
+    plain,
+    released,
+    save,
+    sharded,
+    share,
+    snapshot,
+)
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
-from worlds import EAGER, assert_close, batch, loss_of, mine, plain, sharded, snapshot
+from worlds import world
 
 from optimi_func import SOAP, Muon, compiled, muon, muon_init, muon_step, soap
-from optimi_func.optimizers.muon import TABLES
 
 # Convolutions, stacks, and matrices that processes divide unevenly or not at all.
 SHAPES = [(8, 5), (5, 9), (1, 6), (7, 2, 3, 3), (3, 6, 4), (6, 1)]
@@ -39,17 +53,11 @@ def placers() -> list[Callable[[Tensor], Any]]:
     """Ways to divide a tensor among all processes."""
     world = dist.get_world_size()
     flat = init_device_mesh("cpu", (world,))
-    found: list[Any] = [(flat, [Shard(0)]), (flat, [Shard(1)])]
+    found = [placed(flat, Shard(0)), placed(flat, Shard(1))]
     if world == 4:
         plane = init_device_mesh("cpu", (2, 2))
-        found += [(plane, [Shard(0), Shard(1)]), (plane, [Replicate(), Shard(0)])]
-
-    def place(x: Tensor, mesh: Any, places: list[Any]) -> Any:
-        has = [s.is_replicate() or s.dim < x.dim() for s in places]
-        own = [s if fits else Replicate() for s, fits in zip(places, has)]
-        return distribute_tensor(x, mesh, own, src_data_rank=None)
-
-    return [partial(place, mesh=mesh, places=places) for mesh, places in found]
+        found += [placed(plane, Shard(0), Shard(1)), placed(plane, Replicate(), Shard(0))]
+    return found
 
 
 def moved(place: Callable[[Tensor], Any], dtype: torch.dtype, **way: Any) -> list[Any]:
@@ -63,8 +71,8 @@ def moved(place: Callable[[Tensor], Any], dtype: torch.dtype, **way: Any) -> lis
     return params
 
 
-def whole_tensors(folder: Path) -> None:
-    """Bit for bit, however they are divided: norms and scales are of the whole."""
+@world(full=[2], soak=[4])
+def test_norms_and_scales_are_of_the_whole_bit_for_bit() -> None:
     ways: list[dict[str, Any]] = [
         {**EAGER},
         {"foreach": True, "ns_coefficients": "quintic"},
@@ -79,10 +87,11 @@ def whole_tensors(folder: Path) -> None:
                 ours = moved(place, dtype, **way)
                 for p, q in zip(ours, theirs):
                     assert isinstance(p, DTensor)
-                    assert torch.equal(worlds.full(p), q.detach()), way
+                    assert torch.equal(full(p), q.detach()), way
 
 
-def whole_trees(folder: Path) -> None:
+@world(full=[2], soak=[4])
+def test_the_pure_step_and_a_derivative_through_it() -> None:
     """The pure step, in place too, and a derivative through it."""
     starts, grads = given(3, torch.float64)
     for place in placers():
@@ -99,8 +108,8 @@ def whole_trees(folder: Path) -> None:
             step = muon(lr=0.05)
             twins, other = compiled.step_(step, twins, parts, other)
         for n, x in whole.items():
-            assert torch.equal(worlds.full(trees[n]), x)
-            assert torch.allclose(worlds.full(twins[n]), x, rtol=1e-12, atol=1e-12)
+            assert torch.equal(full(trees[n]), x)
+            assert torch.allclose(full(twins[n]), x, rtol=1e-12, atol=1e-12)
     # By autograd: of the whole update's inner product with something.
     weights = torch.randn(SHAPES[0], dtype=torch.float64)
     found = []
@@ -108,12 +117,12 @@ def whole_trees(folder: Path) -> None:
         p = put(starts[0].clone()).requires_grad_()
         new, _ = muon_step(p, put(grads[0][0]) * p, muon_init(p.detach()), lr=0.1)
         (new * put(weights)).sum().backward()
-        found.append(worlds.full(p.grad))
+        found.append(full(p.grad))
     assert torch.allclose(*found, rtol=1e-9, atol=1e-12)
 
 
-def rotated(folder: Path) -> None:
-    """SOAP's bases, factors and moments, bit for bit those of one process."""
+@world(full=[2], soak=[4])
+def test_soaps_bases_factors_and_moments_are_those_of_one_process() -> None:
     ways: list[tuple[Any, dict[str, Any]]] = [(place, {}) for place in placers()]
     ways.append((lambda x: x, {"process_group": dist.group.WORLD}))
     shapes = [*SHAPES, (9,), (0, 3)]
@@ -135,7 +144,7 @@ def rotated(folder: Path) -> None:
         assert {x.dtype for s in state.leaves for x in s.rule_state} == {torch.float32}
         kept = [x for p in params for x in optimizer.state[p].values()]
         leaves = [x for s in state.leaves for x in s.rule_state]
-        return [list(map(worlds.full, some)) for some in (params, tree, kept, leaves)]
+        return [list(map(full, some)) for some in (params, tree, kept, leaves)]
 
     for dtype in (torch.float32, torch.bfloat16):
         alone = run(lambda x: x, dtype)
@@ -144,21 +153,22 @@ def rotated(folder: Path) -> None:
                 assert all(map(torch.equal, found, want)), dtype
 
 
-def rotated_resume(folder: Path) -> None:
+@world(full=[2], soak=[4])
+def test_soap_is_saved_and_loaded_and_goes_on(tmp_path: Path) -> None:
     """Saved by DCP or as a full state dict and loaded, a run is the one without a stop."""
     options: dict[str, Any] = {"lr": 0.05, "precondition_frequency": 2, **EAGER}
     ends: list[list[Tensor]] = []
     for way in ("none", "dcp", "full"):
-        model = sharded(worlds.flat_mesh())
+        model = sharded(flat_mesh())
         optimizer: Any = SOAP(model.parameters(), **options)
         for i in range(8):
             if i == 3 and way != "none":
                 before = model, optimizer
-                model = sharded(worlds.flat_mesh())
+                model = sharded(flat_mesh())
                 optimizer = SOAP(model.parameters(), **options)
                 if way == "dcp":
-                    worlds.save(*before, folder / "rotated")
-                    worlds.load(model, optimizer, folder / "rotated")
+                    save(*before, tmp_path / "rotated")
+                    load(model, optimizer, tmp_path / "rotated")
                 else:
                     how = sd.StateDictOptions(full_state_dict=True)
                     weights, state = sd.get_state_dict(*before, options=how)
@@ -182,7 +192,7 @@ def train(model: nn.Module, data: Callable[[int], Tensor], release: bool) -> Non
     options: dict[str, Any] = {"lr": 1e-2, "gradient_release": release, **EAGER}
     if release:
         modes = {"clip_param_norm": 0.1, "accumulation": "buffer", "accumulation_steps": 2}
-        worlds.released(model, Muon, modes, data)
+        released(model, Muon, modes, data)
         return
     optimizer = Muon(taken(Muon, model), **options)
     for i in range(4):
@@ -194,7 +204,7 @@ def train(model: nn.Module, data: Callable[[int], Tensor], release: bool) -> Non
 
 def models() -> list[tuple[nn.Module, Callable[[int], Tensor]]]:
     """Models, and what each process has of the data."""
-    found: list[Any] = [(sharded(worlds.flat_mesh()), mine)]
+    found: list[Any] = [(sharded(flat_mesh()), mine)]
     if dist.get_world_size() == 4:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
         plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
@@ -203,12 +213,12 @@ def models() -> list[tuple[nn.Module, Callable[[int], Tensor]]]:
         for part in (model.first, model.second, model):
             fully_shard(part, mesh=mesh["data"])
         rank = mesh["data"].get_local_rank()
-        found.append((model, lambda i: worlds.share(i, rank, 2)))
+        found.append((model, lambda i: share(i, rank, 2)))
     return found
 
 
-def whole_models(folder: Path) -> None:
-    """fully_shard, with tensor parallelism too, steps and releases as one process."""
+@world(full=[2], soak=[4])
+def test_muon_under_fully_shard_and_tensor_parallelism() -> None:
     for release in (False, True):
         for model, data in models():
             parallel = model.first.weight.device_mesh.ndim > 1
@@ -219,16 +229,3 @@ def whole_models(folder: Path) -> None:
             train(single, batch, release)
             train(model, data, release)
             assert_close(snapshot(model), snapshot(single), start, 1e-9)
-
-
-def whole_ranges(folder: Path) -> None:
-    """An update's singular values are those of an orthogonalised whole, not of shards."""
-    place = placers()[0]
-    torch.manual_seed(4)
-    g = torch.randn(16, 8, dtype=torch.float64)
-    p = nn.Parameter(place(torch.zeros(16, 8, dtype=torch.float64)))
-    p.grad = place(g)
-    options: dict[str, Any] = {"adjust_lr_fn": "rms_to_rms", "weight_decay": 0.0}
-    Muon([p], lr=1.0, ns_coefficients=TABLES["quintic"], **options, **EAGER).step()
-    s = torch.linalg.svdvals(worlds.full(p)) / 2**0.5
-    assert 0.9 < s.min() and s.max() < 1.1, s

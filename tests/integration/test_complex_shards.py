@@ -1,4 +1,4 @@
-"""Complex parameters under shards and on replicas: checks that run in worlds."""
+"""Complex parameters on shards and on replicas, on gloo."""
 
 from functools import partial
 from pathlib import Path
@@ -8,15 +8,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cases import CLASSES
+from shards import EAGER, assert_close
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from worlds import assert_close, raises
+from worlds import raises, world
 
 from optimi_func import AdamW, Storage, prepare_for_gradient_release
-
-EAGER: dict[str, Any] = {"compile": False}
 
 
 class Part(nn.Module):
@@ -63,8 +62,8 @@ def local(x: Any) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def complex_shards(folder: Path) -> None:
-    """FSDP2, with release, and distributed checkpoints, beside one process."""
+@world(full=[2])
+def test_fsdp2_with_release_and_checkpoints_is_one_process(tmp_path: Path) -> None:
     makes: dict[str, Any] = {name: CLASSES[name] for name in ("adamw", "lamb", "prodigy")}
     makes["8bit"] = partial(AdamW, storage=Storage(moments="8bit"))
     for name, make in makes.items():
@@ -81,7 +80,7 @@ def complex_shards(folder: Path) -> None:
                 assert_close([ours.full_tensor()], [q.detach()], [start], 1e-5)
         other = sharded()
         second = make(other.parameters(), lr=0.02, **EAGER)
-        path = folder / name
+        path = tmp_path / name
         dcp.save(sd.get_optimizer_state_dict(model, optimizer), checkpoint_id=path)
         state = sd.get_optimizer_state_dict(other, second)
         dcp.load(state, checkpoint_id=path)
@@ -91,9 +90,9 @@ def complex_shards(folder: Path) -> None:
                 assert torch.equal(local(x), local(second.state[q][key])), key
 
 
-def complex_replicas(folder: Path) -> None:
+@world(full=[2])
+def test_averages_of_complex_gradients() -> None:
     """Averages of complex gradients; a narrower dtype for them is refused."""
-    del folder
     alone, model = Net(), Net(dist.get_rank())
     go_on(alone, AdamW(alone.parameters(), lr=0.02, **EAGER))
     optimizer = AdamW(model.parameters(), lr=0.02, gradient_release=True, **EAGER)

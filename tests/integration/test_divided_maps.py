@@ -1,4 +1,4 @@
-"""What several processes check of maps that they divide: one owner each, the same bits."""
+"""Maps of whole tensors that processes divide: one owner each, the same bits, on gloo."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -6,19 +6,18 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import worlds
 from mapped import Mapped, mapped
+from shards import EAGER, by_rows, flat_mesh, full, loss_of, placed, snapshot
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.flop_counter import FlopCounterMode
-from worlds import EAGER, raises
+from worlds import gathered, raises, world
 
 from optimi_func import (
     Adafactor,
@@ -79,11 +78,7 @@ def stepped(shapes: Shapes, place: Callable[[Tensor], Any], **options: Any) -> A
             continue
         with flops, sent.counted():
             optimizer.step()
-    return [worlds.full(p) for p in params], flops.get_total_flops(), sent
-
-
-def placed(mesh: Any, *places: Any) -> Callable[[Tensor], Any]:
-    return lambda x: distribute_tensor(x, mesh, places, src_data_rank=None)
+    return [full(p) for p in params], flops.get_total_flops(), sent
 
 
 @cache
@@ -111,7 +106,8 @@ class Normed(Optimizer):
         return m, self.State(m, square)
 
 
-def fields(folder: Path) -> None:
+@world(full=[2, 4])
+def test_fields_of_a_map_and_the_parameters_that_it_reads_travel_too() -> None:
     """A map's own state and the parameters that it reads travel too, in as many messages.
 
     Bit for bit as in one process, also for low dtypes, saved and loaded again, in a tree
@@ -125,7 +121,9 @@ def fields(folder: Path) -> None:
         (placed(flat, Replicate()), {}, ["all_gather"]),
         (lambda x: x, {"process_group": dist.group.WORLD}, ["all_gather"]),
     ]
-    if n == 4:
+    dtypes = torch.float32, torch.bfloat16
+    if n == 4:  # what two have not shown
+        ways, dtypes = ways[:1], dtypes[:1]
         ways.append((placed(plane(), Replicate(), Shard(0)), {}, ["all_to_all_single"] * 2))
         ways.append((placed(plane(), Shard(0), Shard(1)), {}, []))
     shapes = [*ODD, (0, 3), (9, 1)]
@@ -160,10 +158,10 @@ def fields(folder: Path) -> None:
         names = value.rule.state._fields
         leaves = [getattr(s, name) for s in state.leaves for name in names]
         kept = [optimizer.state[p][name] for p in params for name in names]
-        found = [list(map(worlds.full, xs)) for xs in (params, kept, tree, leaves)]
+        found = [list(map(full, xs)) for xs in (params, kept, tree, leaves)]
         return kept, found, sent.names
 
-    for rule, dtype in product(rules, (torch.float32, torch.bfloat16)):
+    for rule, dtype in product(rules, dtypes):
         _, alone, _ = train(rule, lambda x: x, dtype)
         for place, options, messages in ways:
             kept, found, names = train(rule, place, dtype, **options)
@@ -181,29 +179,20 @@ def fields(folder: Path) -> None:
         scalar = torch.randn(())
         params = [
             nn.Parameter(place(torch.randn(7))),
-            nn.Parameter(placed_all(flat, scalar)),
+            nn.Parameter(placed(flat, Replicate())(scalar)),
         ]
         optimizer = Adafactor(params, lr=0.1, **EAGER)
         for _ in range(3):
             params[0].grad = place(torch.randn(7))
-            params[1].grad = placed_all(flat, torch.randn(()))
+            params[1].grad = placed(flat, Replicate())(torch.randn(()))
             optimizer.step()
         kept = [optimizer.state[p]["variance"] for p in params]
-        found.append([worlds.full(x) for x in (*params, *kept)])
+        found.append([full(x) for x in (*params, *kept)])
     assert all(map(torch.equal, *found))
 
 
-def placed_all(mesh: Any, x: Tensor) -> Any:
-    return distribute_tensor(x, mesh, [Replicate()], src_data_rank=None)
-
-
-def gathered(x: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, x)
-    return found
-
-
-def owned(folder: Path) -> None:
+@world(full=[2, 4])
+def test_each_matrix_has_one_owner_and_the_step_is_that_of_one_process() -> None:
     """The work of a process, its messages and bytes; the step is that of one process."""
     n = dist.get_world_size()
     flat = init_device_mesh("cpu", (n,))
@@ -238,11 +227,11 @@ def owned(folder: Path) -> None:
                 assert abs(count / elements - received) < 0.02, (name, count / elements)
 
 
-def few(folder: Path) -> None:
-    """A matrix that is larger than all others, and fewer matrices than processes."""
+@world(full=[2, 4])
+def test_fewer_matrices_than_processes_and_one_that_is_larger_than_all() -> None:
     n = dist.get_world_size()
     for place, options in (
-        (placed(worlds.flat_mesh(), Shard(0)), {}),
+        (by_rows(), {}),
         (lambda x: x, {"process_group": dist.group.WORLD}),
     ):
         for shapes in ([(64, 64), *[(8, 8)] * 6], [(5, 7)], [(0, 3), (4, 4)]):
@@ -291,14 +280,15 @@ def watched(optimizer: Any) -> tuple[list[int], list[int]]:
     return flops, counts
 
 
-def together(folder: Path) -> None:
+@world(full=[2, 4])
+def test_matrices_wait_for_each_other_under_release() -> None:
     """Under release matrices wait for each other: else one owner would have them all."""
     n = dist.get_world_size()
     ends: list[list[Tensor]] = []
     for release, pending in ((False, 0), (True, 0), (True, runner.PENDING_BYTES)):
         model = Blocks(n)
         for block in (*model.blocks, model):
-            fully_shard(block, mesh=worlds.flat_mesh())
+            fully_shard(block, mesh=flat_mesh())
         optimizer = MuonAdamW(model, lr=1e-2, gradient_release=release, **EAGER)
         flops, counts = watched(optimizer)
         runner.PENDING_BYTES = pending
@@ -306,10 +296,10 @@ def together(folder: Path) -> None:
             prepare_for_gradient_release(model, optimizer)
         for i in range(2):
             torch.manual_seed(10 * i + dist.get_rank())
-            worlds.loss_of(model, torch.randn(3, 64)).backward()
+            loss_of(model, torch.randn(3, 64)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        ends.append(worlds.snapshot(model))
+        ends.append(snapshot(model))
         assert all(map(torch.equal, ends[-1], ends[0]))
         every = gathered(sum(flops))
         assert all(abs(x / sum(every) - 1 / n) < 0.02 for x in every), (pending, every)
@@ -319,11 +309,11 @@ def together(folder: Path) -> None:
             assert max(counts) in ((n, n + 1) if pending == 0 else (2 * n + 1,)), counts
 
 
-def differ(folder: Path) -> None:
-    """Processes that lack a gradient are told, and the others too, before any write."""
+@world(full=[2, 4])
+def test_processes_that_lack_a_gradient_are_told_before_any_write() -> None:
     rank = dist.get_rank()
     for place, options in (
-        (placed(worlds.flat_mesh(), Shard(0)), {}),
+        (by_rows(), {}),
         (lambda x: x, {"process_group": dist.group.WORLD}),
     ):
         params = [(name, nn.Parameter(place(torch.ones(4, 4)))) for name in "abc"]
@@ -357,8 +347,8 @@ def differ(folder: Path) -> None:
     dist.barrier()
 
 
-def unequal(folder: Path) -> None:
-    """Weights or hyperparameters that differ by process are named before any write."""
+@world(full=[2, 4])
+def test_weights_or_hyperparameters_that_differ_are_named_before_any_write() -> None:
     rank, group = dist.get_rank(), dist.group.WORLD
     torch.manual_seed(rank)
     own = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
@@ -383,9 +373,8 @@ def unequal(folder: Path) -> None:
                 step()
             assert not optimizer.state
         else:
-            assert (
-                step() == step() == ["all_gather"] * 2
-            )  # one of them tells that all agree
+            # One of them tells that all agree.
+            assert step() == step() == ["all_gather"] * 2
             optimizer.load_state_dict(optimizer.state_dict())
             step()
             kept = copy.deepcopy(model.state_dict())
@@ -406,10 +395,10 @@ def unequal(folder: Path) -> None:
                 optimizer.step()
         assert all(torch.equal(x, kept[k]) for k, x in model.state_dict().items())
     # Sharded ones too, which have other weights in each process.
-    p = nn.Parameter(placed(worlds.flat_mesh(), Shard(0))(torch.randn(4, 4)))
+    p = nn.Parameter(by_rows()(torch.randn(4, 4)))
     optimizer = Muon([("w", p)], lr=0.1, **EAGER)
     for i in range(2):
-        p.grad = placed(worlds.flat_mesh(), Shard(0))(torch.randn(4, 4))
+        p.grad = by_rows()(torch.randn(4, 4))
         if i:
             optimizer.param_groups[0]["momentum"] = 0.5 + 0.1 * rank
             with raises(ValueError, "momentum of param group 0: process 1"):
@@ -418,8 +407,8 @@ def unequal(folder: Path) -> None:
             optimizer.step()
 
 
-def options(folder: Path) -> None:
-    """What process_group takes, and that no state or copy has it."""
+@world(full=[2])
+def test_what_process_group_takes_and_that_no_state_or_copy_has_it() -> None:
     group = dist.group.WORLD
     for given in (0, "WORLD", dist.GroupMember.NON_GROUP_MEMBER):
         with raises(TypeError, "allowed are None and a group of torch.distributed"):
@@ -438,8 +427,8 @@ def options(folder: Path) -> None:
         assert optimizer.process_group is group
 
 
-def unused(folder: Path) -> None:
-    """What ends a step without a gradient is in one order in all processes."""
+@world(full=[2, 4])
+def test_what_ends_a_step_without_a_gradient_is_in_one_order_everywhere() -> None:
     torch.manual_seed(0)
     model: Any = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(8)])
     # The order of a set of parameters depends on their addresses.
@@ -447,7 +436,7 @@ def unused(folder: Path) -> None:
         nn.Parameter(p.detach()) for p in model.parameters() for _ in range(dist.get_rank())
     ]
     for part in (*model, model):
-        fully_shard(part, mesh=worlds.flat_mesh())
+        fully_shard(part, mesh=flat_mesh())
     assert len(held) == 8 * dist.get_rank()
     optimizer = Muon(model.parameters(), lr=0.1, gradient_release=True, **EAGER)
     prepare_for_gradient_release(model, optimizer, accumulation="states")

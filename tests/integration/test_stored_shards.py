@@ -1,14 +1,15 @@
-"""What worlds of processes check of parameters and moments in codes: see `worlds`."""
+"""Parameters and moments in codes, on shards: the codes of one process, on gloo."""
 
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-import worlds
 from cases import CLASSES, MEASURED, NO_CODES
+from shards import EAGER, by_rows, fitted, flat_mesh, full, hybrid_mesh, load, placed, save
 from stored import BF16, same_bits
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as sd
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
+from worlds import hand_over, raises, world
 
 from optimi_func import (
     AdamW,
@@ -28,7 +30,6 @@ from optimi_func import (
 )
 from optimi_func.core.rule import Storage
 
-EAGER = {"compile": False}
 EXACT8 = Storage("exact", "8bit")
 STORAGES = ["compact", EXACT8, Storage("kahan", "8bit"), "exact"]
 # Uneven shards, empty ones, one dimension, and groups that span two; and too small.
@@ -73,13 +74,9 @@ def compare(
     return count
 
 
-def stored_rules(folder: Path) -> None:
-    """Every rule, in uneven shards too: the codes of one process."""
-    mesh = worlds.flat_mesh()
-
-    def place(x: Tensor) -> Any:
-        return distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)
-
+@world(full=[2], soak=[4])
+def test_every_rule_has_the_codes_of_one_process() -> None:
+    place = by_rows()
     for name, cls in CLASSES.items():
         if name in NO_CODES and name != "sgd":  # of which nothing is kept in codes
             continue
@@ -90,14 +87,14 @@ def stored_rules(folder: Path) -> None:
                 return cls(params, lr=0.01, storage=storage, **more, **EAGER)
 
             def fit(x: Tensor, name: str = name) -> Tensor:
-                return worlds.fitted(name, x)
+                return fitted(name, x)
 
             theirs, other = moved(make, lambda x, fit=fit: fit(x).clone(), 3)
             ours, optimizer = moved(make, lambda x, fit=fit: place(fit(x)), 3)
             if name in MEASURED:
                 # Its means are sums of sums.
                 for p, q in zip(ours, theirs):
-                    close = (worlds.full(p).float(), q.detach().float())
+                    close = (full(p).float(), q.detach().float())
                     assert torch.allclose(*close, rtol=1e-2, atol=1e-2)
                     assert list(optimizer.state[p]) == list(other.state[q])
                 continue
@@ -105,13 +102,9 @@ def stored_rules(folder: Path) -> None:
             assert found == (0 if storage == "exact" else 4)
 
 
-def begun_anew(folder: Path) -> None:
-    """`reset()` of rows, of parameters and of all: the state and steps of one process."""
-    mesh = worlds.flat_mesh()
-
-    def place(x: Tensor) -> Any:
-        return distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)
-
+@world(full=[2])
+def test_reset_of_rows_of_parameters_and_of_all() -> None:
+    place = by_rows()
     for cls in (AdamW, Ranger, ScheduleFreeAdamW):
         for storage in (None, *STORAGES):
 
@@ -145,7 +138,8 @@ def begun_anew(folder: Path) -> None:
                 assert last or other.state[theirs[0]]["step"] == 0
 
 
-def stored_planes(folder: Path) -> None:
+@world(full=[4])
+def test_cut_along_two_dimensions_and_in_the_midst_of_groups() -> None:
     """Cut along two dimensions; and in the midst of groups, where moments stay wide."""
     mesh = init_device_mesh("cpu", (2, 2))
 
@@ -173,10 +167,7 @@ def stored_planes(folder: Path) -> None:
             optimizer.step()
             other.step()
         if coded:
-
-            def place(x: Tensor, places: Any = places) -> Any:
-                return distribute_tensor(x, mesh, places, src_data_rank=None)
-
+            place = placed(mesh, *places)
             assert compare([p], optimizer, [whole], other, place) == 1
         else:
             assert "exp_avg" in optimizer.state[p]
@@ -258,24 +249,20 @@ def compare_models(mesh: Any) -> None:
             compare_pairs((model, optimizer), single)
 
 
-def stored_models(folder: Path) -> None:
-    """FSDP2, with and without release: the codes of one process."""
-    compare_models(worlds.flat_mesh())
+@world(full=[2])
+def test_fully_shard_with_and_without_release() -> None:
+    compare_models(flat_mesh())
 
 
-def stored_hybrid(folder: Path) -> None:
-    """HSDP likewise."""
-    names = ("copies", "shards")
-    compare_models(init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
+@world(soak=[4])
+def test_replicated_and_sharded() -> None:
+    compare_models(hybrid_mesh())
 
 
-def stored_trees(folder: Path) -> None:
+@world(full=[2])
+def test_the_pure_functions_eagerly_and_compiled() -> None:
     """The pure functions, eagerly and compiled (which steps codes by single operations)."""
-    mesh = worlds.flat_mesh()
-
-    def place(x: Tensor) -> Any:
-        return distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)
-
+    place = by_rows()
     starts, grads = given(2)
     for step in (adamw_step, compiled.adamw_step):
         whole, tree = starts[:1], [place(x) for x in starts[:1]]
@@ -284,71 +271,87 @@ def stored_trees(folder: Path) -> None:
             whole, known = adamw_step(whole, some[:1], known, lr=0.01)
             tree, state = step(tree, [place(some[0])], state, lr=0.01)
         # Compiled, the numbers are the host's, and may differ in float32's last bit.
-        apart = (worlds.full(tree[0]).float() - whole[0].float()).abs()
+        apart = (full(tree[0]).float() - whole[0].float()).abs()
         assert (apart > 0).float().mean() < 1e-2, step
         mine, theirs = state.leaves[0].exp_avg_sq, known.leaves[0].exp_avg_sq
         assert mine.q.placements == mine.scale.placements == (Shard(0),), step
-        apart = (worlds.full(mine.q).int() - theirs.q.int()).abs()
+        apart = (full(mine.q).int() - theirs.q.int()).abs()
         assert apart.max() <= 1 and (apart > 0).float().mean() < 1e-2, step
-        scale = worlds.full(mine.scale)
+        scale = full(mine.scale)
         assert torch.allclose(scale, theirs.scale, rtol=1e-5, atol=0.0)
 
 
-# Checkpoints
+def here() -> nn.Module:
+    return sharded(flat_mesh()) if dist.is_initialized() else plain()
 
 
-def save_one(folder: Path) -> None:
-    """By one process."""
+def saves(folder: Path) -> None:
     for i, storage in enumerate(("compact", EXACT8)):
-        model, optimizer = pair(plain(), storage)
+        model, optimizer = pair(here(), storage)
         train(model, optimizer, range(3))
-        worlds.save(model, optimizer, folder / f"stored {i} from 1")
+        save(model, optimizer, folder / str(i))
 
 
-def stored_resume(folder: Path) -> None:
-    """By all of them; another number of processes may go on."""
-    size = dist.get_world_size()
+def goes_on(folder: Path) -> None:
+    """Bit for bit as one process that was not saved."""
     for i, storage in enumerate(("compact", EXACT8)):
-        model, optimizer = pair(sharded(worlds.flat_mesh()), storage)
-        train(model, optimizer, range(3))
-        worlds.save(model, optimizer, folder.parent / f"stored {i} from {size}")
-    stored_from(folder, size)
-    # Whole, without torch's help.
+        single = pair(plain(), storage)
+        train(*single, range(6))
+        model, optimizer = pair(here(), storage)
+        load(model, optimizer, folder / str(i))
+        assert optimizer.param_groups[0]["storage"] == storage
+        train(model, optimizer, range(3, 6))
+        compare_pairs((model, optimizer), single)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "sizes", [(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4)]
+)
+def test_another_number_of_processes_goes_on(
+    sizes: tuple[int, int], tmp_path: Path
+) -> None:
+    hand_over(saves, goes_on, sizes, tmp_path)
+
+
+@world(full=[2, 4])
+def test_codes_go_on_from_a_whole_state_and_in_another_storage() -> None:
     for storage in ("compact", EXACT8):
         single = pair(plain(), storage)
         train(*single, range(3))
-        model, optimizer = pair(sharded(worlds.flat_mesh()), storage)
+        model, optimizer = pair(sharded(flat_mesh()), storage)
         for p, q in zip(model.parameters(), single[0].parameters()):
             p.data.copy_(distribute_tensor(q.data, p.device_mesh, p.placements))
         optimizer.load_state_dict(single[1].state_dict())
         compare_pairs((model, optimizer), single)
         # Into another storage, and back into float32's.
-        _, wide = pair(sharded(worlds.flat_mesh()), None)
+        _, wide = pair(sharded(flat_mesh()), None)
         wide.load_state_dict(single[1].state_dict())
         mine = wide.state[wide.param_groups[0]["params"][0]]["exp_avg"]
         assert isinstance(mine, DTensor) and mine.dtype == BF16
-        _, coded = pair(sharded(worlds.flat_mesh()), storage)
+        _, coded = pair(sharded(flat_mesh()), storage)
         coded.load_state_dict(wide.state_dict())
         entry = coded.state[coded.param_groups[0]["params"][0]]
         assert isinstance(entry["exp_avg_q"], DTensor)
         error = (
-            worlds.full(entry["exp_avg_q"]).int()
-            - worlds.full(single[1].state[single[0].first.weight]["exp_avg_q"]).int()
+            full(entry["exp_avg_q"]).int()
+            - full(single[1].state[single[0].first.weight]["exp_avg_q"]).int()
         ).abs()
         assert error.max() <= 2
 
 
-def gathered(folder: Path) -> None:
+@world(full=[2])
+def test_the_decoded_state_can_be_sent_whole_and_loaded() -> None:
     """The decoded state can be sent whole, as docs/distributed.md says, and loaded."""
     how = sd.StateDictOptions(full_state_dict=True)
     for storage in ("exact", EXACT8):
-        model, optimizer = pair(sharded(worlds.flat_mesh()), storage)
+        model, optimizer = pair(sharded(flat_mesh()), storage)
         train(model, optimizer, range(3))
-        with worlds.raises(RuntimeError, "Invalid scalar type"):  # else say so there
+        with raises(RuntimeError, "Invalid scalar type"):  # else say so there
             sd.get_optimizer_state_dict(model, optimizer, options=how)
-        whole = pytree.tree_map(worlds.full, model.state_dict())
-        state = pytree.tree_map_only(DTensor, worlds.full, optimizer.decoded_state_dict())
-        kept = pytree.tree_map(worlds.full, optimizer.master_state_dict(model))
+        whole = pytree.tree_map(full, model.state_dict())
+        state = pytree.tree_map_only(DTensor, full, optimizer.decoded_state_dict())
+        kept = pytree.tree_map(full, optimizer.master_state_dict(model))
         model, optimizer = pair(plain(), storage)
         model.load_state_dict(whole)
         optimizer.load_state_dict(state)
@@ -365,31 +368,3 @@ def gathered(folder: Path) -> None:
                 assert torch.equal(p, q)
                 mine, known = optimizer.state[p], single[1].state[q]
                 assert all(same_bits(mine[k], x) for k, x in known.items())
-
-
-def loads_from(folder: Path, size: int, make: Callable[[], nn.Module]) -> None:
-    """What was saved after 3 steps goes on bit for bit, whoever saved it."""
-    for i, storage in enumerate(("compact", EXACT8)):
-        single = pair(plain(), storage)
-        train(*single, range(6))
-        model, optimizer = pair(make(), storage)
-        worlds.load(model, optimizer, folder / f"stored {i} from {size}")
-        assert optimizer.param_groups[0]["storage"] == storage
-        train(model, optimizer, range(3, 6))
-        compare_pairs((model, optimizer), single)
-
-
-def stored_from(folder: Path, size: int) -> None:
-    loads_from(folder.parent, size, lambda: sharded(worlds.flat_mesh()))
-
-
-def stored_from_one(folder: Path) -> None:
-    stored_from(folder, 1)
-
-
-def stored_from_two(folder: Path) -> None:
-    stored_from(folder, 2)
-
-
-def stored_from_four(folder: Path) -> None:
-    stored_from(folder, 4)

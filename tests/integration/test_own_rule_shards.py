@@ -1,16 +1,15 @@
-"""What several processes check of users' rules: their steps are those of one process."""
+"""Rules of users on shards, on gloo."""
 
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-import worlds
 from own_rules import LARS, MARS, PSGD, SGLD, DAdaptation, GaLore, NormedLAMB
+from shards import EAGER, flat_mesh, full, placed
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard
+from worlds import world
 
 # By means before the direction, by whole matrices, and by sums over all parameters.
 RULES: list[tuple[Any, dict[str, Any]]] = [
@@ -24,9 +23,9 @@ RULES: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-def published_rules(folder: Path) -> None:
+@world(full=[2])
+def test_steps_of_users_rules_are_those_of_one_process() -> None:
     """Eager, foreach and kernels, float64 and bfloat16, the class and the pure step."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     sent: list[Any] = []
     reduce = dist.all_reduce
 
@@ -36,20 +35,14 @@ def published_rules(folder: Path) -> None:
 
     def train(cls: Any, hyper: Any, cut: int | None, dtype: Any, how: Any) -> list[Any]:
         torch.manual_seed(3)
-
-        def placed(x: Any) -> Any:
-            if cut is None:
-                return x
-            where = Shard(cut) if x.dim() > cut else Replicate()
-            return distribute_tensor(x, mesh, [where], src_data_rank=None)
-
+        put = (lambda x: x) if cut is None else placed(flat_mesh(), Shard(cut))
         shapes = [(7, 9), (5, 5), (3,)][: 2 if cls in (PSGD, GaLore) else 3]
-        params = [nn.Parameter(placed(torch.randn(s).to(dtype))) for s in shapes]
+        params = [nn.Parameter(put(torch.randn(s).to(dtype))) for s in shapes]
         optimizer, value = cls(params, **hyper, **how), cls.pure(**hyper)
         tree = [p.detach().clone() for p in params]
         state = value.init(tree)
         for _ in range(4):
-            grads = [placed(torch.randn(s).to(dtype)) for s in shapes]
+            grads = [put(torch.randn(s).to(dtype)) for s in shapes]
             for p, g in zip(params, grads):
                 p.grad = g
             sent.clear()
@@ -58,12 +51,12 @@ def published_rules(folder: Path) -> None:
             if cls in (LARS, NormedLAMB) and cut is not None:  # a message for each round
                 assert len(sent) == 1 + (cls is NormedLAMB), (cls, how, cut, len(sent))
             tree, state = value.step(tree, grads, state)
-        return [*map(worlds.full, params), *map(worlds.full, tree)]
+        return [*map(full, params), *map(full, tree)]
 
     for cls, hyper in RULES:
-        ways: list[Any] = [(torch.float64, worlds.EAGER)]
+        ways: list[Any] = [(torch.float64, EAGER)]
         if cls is SGLD:
-            ways.append((torch.float32, worlds.EAGER))
+            ways.append((torch.float32, EAGER))
         if cls is LARS:
             ways.append((torch.bfloat16, {"foreach": True}))
         if cls in (LARS, NormedLAMB):

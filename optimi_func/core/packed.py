@@ -64,6 +64,11 @@ class Packed:
         """Return them as 0-d tensors, which operations take faster than numbers."""
         return self.tensor(dtype, device).unbind()
 
+    def filled(self, dtype: torch.dtype, device: torch.device) -> Scalars:
+        """Return the scalars with `values` for numbers."""
+        spec = pytree.tree_structure(self.scalars)
+        return fill(self.statics, spec, self.values(dtype, device))
+
     @property
     def constant(self) -> bool:
         """True if no derivative passes through a number."""

@@ -30,13 +30,12 @@ from optimi_func.core.storage import flat_leaf, leaf_of
 from optimi_func.core.torch_private import dispatch_modes
 
 # Elements of a tensor that is joined with others, and of those together.
-JOINED, TOGETHER = 1 << 11, 1 << 15
-# A tensor of so many elements is updated in slices, whose temporaries have at most so many
-# bytes for each of its elements.
-SLICED, ROOM = 1 << 18, 2
+JOINED, TOGETHER = 1 << 13, 1 << 15
+# The temporaries of a tensor have at most so many bytes, or so many for each element.
+BYTES, EACH = 1 << 21, 2
 # Elements of a slice: at least, and at most for each thread of the CPU. A call on another
 # device costs as much as the last number.
-LEAST, PER_THREAD, ELSEWHERE = 1 << 12, 1 << 16, 1 << 18
+LEAST, PER_THREAD, ELSEWHERE = 1 << 12, 1 << 17, 1 << 18
 _EXAMPLE = (3, 2)  # the shape of the example's tensors
 _COPIES = {"_to_copy", "clone"}
 
@@ -120,16 +119,18 @@ class Room:
         self._made: dict[object, list[Tensor]] = {}
 
     def buffers(self, dtypes: tuple[torch.dtype, ...], like: Tensor) -> list[Tensor]:
-        """Return buffers of these dtypes, in the shape of a tensor."""
-        key = dtypes, like.shape
+        """Return buffers of these dtypes, in the shape of a tensor and its memory order."""
+        key = dtypes, like.shape, like.stride()
         if key not in self._made:
             size, device = like.numel(), like.device
             for x in enumerate(dtypes):
                 if x not in self._flat or len(self._flat[x]) < size:
                     self._made.clear()  # which hold a smaller one
                     self._flat[x] = torch.empty(size, dtype=x[1], device=device)
-            flat = [self._flat[x][:size] for x in enumerate(dtypes)]
-            self._made[key] = [x.view(like.shape) for x in flat]
+            buffers = [self._flat[x][:size].view(like.shape) for x in enumerate(dtypes)]
+            if is_dense(like):
+                buffers = [x.as_strided(like.shape, like.stride()) for x in buffers]
+            self._made[key] = buffers
         return self._made[key]
 
 
@@ -163,7 +164,7 @@ class Program(NamedTuple):
         """Do what `run` does, in slices of a size if there is one."""
         taken: list[Tensor] = []
         for own, into in slices(tensors, targets, size):
-            buffers = room.buffers(self.buffers, own[0])
+            buffers = room.buffers(self.buffers, own[1])
             taken = self.run(own, into, buffers, values, known)
         return taken
 
@@ -190,12 +191,13 @@ def flat(x: Tensor) -> Tensor:
 
 
 def slice_size(x: Tensor, wide: torch.dtype, temporaries: int) -> int:
-    """Return the elements of a slice of x, if a step has so many temporaries."""
+    """Return the elements of a slice of x, if a step has so many temporaries, or 0."""
     on_cpu = x.device.type in ("cpu", "meta")
     least = LEAST if on_cpu else ELSEWHERE
     most = max(least, PER_THREAD * torch.get_num_threads())
-    room = ROOM * x.numel() // (max(1, temporaries) * wide.itemsize)
-    return max(least, min(room, most)) // GROUP * GROUP
+    room = max(BYTES, EACH * x.numel()) // (max(1, temporaries) * wide.itemsize)
+    size = max(least, min(room, most)) // GROUP * GROUP
+    return size if size < x.numel() else 0
 
 
 def joined(
@@ -253,7 +255,7 @@ def step_now(
             continue
         for i, (g, *own) in rows:
             new, size = [torch.empty_like(x, requires_grad=False) for x in own], 0
-            if g.numel() >= SLICED and not means and is_dense(g):
+            if not means and is_dense(g):
                 if all([same_order(g, x) for x in (*own, *new)]):
                     size = slice_size(g, wide, len(made.buffers))
             taken = made([g, *own], new, values, room, size=size)

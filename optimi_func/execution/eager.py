@@ -15,7 +15,6 @@ from optimi_func.core.lists import chunks
 from optimi_func.core.packed import Packed
 from optimi_func.core.program import (
     JOINED,
-    SLICED,
     TOGETHER,
     Kind,
     Program,
@@ -32,9 +31,9 @@ from optimi_func.execution.launches import Launch
 from optimi_func.execution.slots import Columns, Step, Update, scale_places, split_twins
 from optimi_func.execution.tensors import write_back
 
-# A tensor of so many elements, whose step is no program or measures, is updated in slices.
-# `leaf_step` has at most so many temporaries at once: Adan's with Kahan summation.
-SLICED_ANYHOW, TEMPORARIES = 1_000_000, 18
+# A tensor of so many elements is updated in slices although its step is no program, or
+# measures. `leaf_step` has at most so many temporaries: Adan's with Kahan summation.
+SLICED, TEMPORARIES = 1_000_000, 18
 
 
 def plan_eager(rule: Rule, updates: list[Update], write: bool) -> list[Launch]:
@@ -65,7 +64,7 @@ class EagerLaunch(Launch):
         self._dtypes, self._device = (g.dtype, *slot.dtypes), g.device
         self._sizes, self._joined = self.lengths.tolist(), len(updates) > 1
         self._recorded = first.plain and not slot.coded and not rule.given
-        least = SLICED if self._recorded and not self.rounds else SLICED_ANYHOW
+        least = 0 if self._recorded and not self.rounds else SLICED
         large = slot.numel >= least and first.can_be_cut and not rule.given
         self._cut = large and not self._joined
         self._programs: dict[object, Program | None] = {}
@@ -92,7 +91,9 @@ class EagerLaunch(Launch):
 
     def _size(self, p: Tensor, made: Program | None) -> int:
         """Return the elements of a slice, or 0."""
-        temporaries = TEMPORARIES if made is None else len(made.buffers)
+        temporaries = TEMPORARIES
+        if made is not None:
+            temporaries = len(made.buffers) + len(made.outputs) * bool(self.rounds)
         return slice_size(p, self.dtype, temporaries) if self._cut else 0
 
     def _slices(
@@ -108,17 +109,24 @@ class EagerLaunch(Launch):
         """Return the means as one row."""
         packed, row = step.packed[self._at].folded(self._rule), self._row(known)
         made = self._program(packed, len(row), True)
-        parts: list[list[Tensor]] = []
+        wholes, offset = list[Tensor](), 0
         for (g, *own), _ in self._slices(step.columns, made):
             if made is None:
                 leaf = leaf_of(self._rule, self._codes, own)
-                parts.append(leaf_round(self._rule, leaf, g, packed.scalars, row))
+                found = leaf_round(self._rule, leaf, g, packed.scalars, row)
+            else:
+                found = [torch.empty_like(g, dtype=x) for x in made.outputs]
+                values = packed.values(self.dtype, self._device)
+                made([g, *own], found, values, _room(step), row)
+            if g.numel() == self._sizes[0]:
+                wholes = found
                 continue
-            parts.append([torch.empty_like(g, dtype=x) for x in made.outputs])
-            values = packed.values(self.dtype, self._device)
-            made([g, *own], parts[-1], values, _room(step), row)
+            wholes = wholes or [x.new_empty(self._sizes[0]) for x in found]
+            for whole, x in zip(wholes, found):
+                whole[offset : offset + len(x)] = x
+            offset += len(g)
+            del found, x  # before there are the next ones
         # The bits of a mean depend on how its elements are added up.
-        wholes = parts[0] if len(parts) == 1 else list(map(torch.cat, zip(*parts)))
         return torch.stack(whole_means(wholes))[None]
 
     def _row(self, known: Tensor | None) -> Sequence[Tensor]:

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from optimi_func.core.checks import shown, value_of
 from optimi_func.core.leaf import leaf_dtype, leaf_sums
 from optimi_func.core.math import scalar_dtype
+from optimi_func.core.packed import Packed
 from optimi_func.core.rule import Leaf, Named, PyTree, Rule, Scalar, Scalars
 from optimi_func.core.torch_private import is_constant, is_unwatched
 from optimi_func.pure.tree import FlatTree, LeafState, running_tensors
@@ -71,11 +72,12 @@ class Casts:
     """Scalars as the arithmetic of leaves takes them: in its dtype, on its device.
 
     Each is converted once for a dtype and device, unless a derivative may pass through it,
-    which would then be summed in another order.
+    which would then be summed in another order. If the step runs at once, Python numbers
+    become 0-d tensors, as in programs and kernels.
     """
 
-    def __init__(self, rule: Rule) -> None:
-        self._rule = rule
+    def __init__(self, rule: Rule, at_once: bool) -> None:
+        self._rule, self._at_once = rule, at_once
         self._made: dict[object, Scalars] | None = {} if is_unwatched() else None
 
     def __call__(
@@ -98,7 +100,11 @@ class Casts:
                 varying.append(x)
             return _cast(x, dtype, device)
 
-        out = _each(cast, scalars)
+        packed = Packed(scalars) if self._at_once else None
+        if packed is not None and packed.constant:
+            out = packed.folded(self._rule).filled(dtype, device)
+        else:
+            out = _each(cast, scalars)
         out = _with_whole(out, scalars, device)
         if not varying:
             cache[key] = out

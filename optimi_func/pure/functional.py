@@ -427,7 +427,7 @@ class FunctionalOptimizer(Kept):
         scalars, at, running = self.scalars(tree, step, t, at_once)
         if at_once and self.rule.running._fields:
             running = [running_tensors(x, step.device) for x in running]  # shared so far
-        return scalars, at, running, Casts(self.rule)
+        return scalars, at, running, Casts(self.rule, at_once)
 
     def scalars(
         self, tree: FlatTree, step: Tensor, t: Scalar, at_once: bool = False

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 import optimi_func
 from optimi_func import SGD, AdamW, compiled, prepare_for_gradient_release
+from optimi_func.core import program
 from optimi_func.core.storage import keeps_codes
 from optimi_func.execution import eager, kernels, trees
 from optimi_func.rules import Optimizer
@@ -313,7 +314,7 @@ def test_slices_change_no_bit(name: str, storage: Any, monkeypatch: Any) -> None
         found: list[list[Tensor]] = []
         for least in (1, 1 << 60):
             monkeypatch.setattr(eager, "SLICED", least)
-            monkeypatch.setattr(eager, "SLICED_ANYHOW", least)
+            monkeypatch.setattr(program, "BYTES", least)
             found.append(stepped(CLASSES[name], dtype, storage))
         assert all(map(torch.equal, *found))
 

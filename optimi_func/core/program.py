@@ -32,7 +32,7 @@ from optimi_func.core.torch_private import dispatch_modes
 # Elements of a tensor that is joined with others, and of those together.
 JOINED, TOGETHER = 1 << 13, 1 << 15
 # The temporaries of a tensor have at most so many bytes, or so many for each element.
-BYTES, EACH = 1 << 21, 2
+BYTES, EACH = 2_000_000, 2
 # Elements of a slice: at least, and at most for each thread of the CPU. A call on another
 # device costs as much as the last number.
 LEAST, PER_THREAD, ELSEWHERE = 1 << 12, 1 << 17, 1 << 18

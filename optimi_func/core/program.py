@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from optimi_func.core.codes import GROUP, is_dense, same_order
 from optimi_func.core.leaf import (
     compute_dtype,
-    count_means,
     leaf_round,
     leaf_step,
     taking,
@@ -87,14 +86,14 @@ class _Recorder(TorchDispatchMode):
         allowed = torch.Tag.pointwise in func.tags or name in _COPIES
         if func._schema.is_mutable or not isinstance(result, Tensor):
             raise TypeError(f"{func} is not recorded")
+        call = _Call(name, getattr(torch, name, func), args, more, result)
+        inputs = [x for x in pytree.tree_leaves((args, more)) if isinstance(x, Tensor)]
         if func.is_view and _same(result, args[0]):
             self.same[id(result)] = args[0]
-            self.calls.append(_Call(name, func, (), {}, result))  # keeps its id
-        elif (whole and allowed) or result.dim() == 0:
-            function = getattr(torch, name, func)
-            self.calls.append(_Call(name, function, args, more, result))
-        else:
+            call = call._replace(args=(), more={})  # it keeps the id
+        elif not ((whole and allowed) or result.dim() == 0) or len(inputs) > len(call.read):
             raise TypeError(f"{func} is not recorded")
+        self.calls.append(call)
         return result
 
     def of(self, x: Tensor) -> Tensor:
@@ -104,8 +103,9 @@ class _Recorder(TorchDispatchMode):
 
 def _same(x: Tensor, y: object) -> bool:
     """Return True if x shows all of y."""
-    alike = isinstance(y, Tensor) and x.dtype == y.dtype and x.shape == y.shape
-    return alike and x.stride() == y.stride()
+    if not isinstance(y, Tensor):
+        return False
+    return (x.dtype, x.shape, x.stride()) == (y.dtype, y.shape, y.stride())
 
 
 class Room:
@@ -145,12 +145,14 @@ class Program(NamedTuple):
         buffers: The dtypes of its buffers, which are as large as the tensors.
         outputs: The dtypes of its targets.
         written: The indices of the targets that it writes.
+        reduces: True if an operation reads whole tensors, so that they have to be whole.
     """
 
     run: Callable[..., list[Tensor]]
     buffers: tuple[torch.dtype, ...]
     outputs: list[torch.dtype]
     written: list[int]
+    reduces: bool
 
     def __call__(
         self,
@@ -237,14 +239,14 @@ def step_now(
         groups.setdefault(key, []).append((i, tensors))
     for (k, dtypes, small), rows in groups.items():
         now, device = packed[k].folded(rule), rows[0][1][0].device
-        wide, means = compute_dtype(*dtypes), count_means(rule, now.scalars.rates)
-        joins = small and not means
-        kind = Kind(rule, now.statics, dtypes, device, True, joins)
+        wide = compute_dtype(*dtypes)
+        kind = Kind(rule, now.statics, dtypes, device, True, False)
         made = program(kind, now.scalars) if now.constant else None
         if made is None:
             continue
         values = now.values(wide, device)
-        if joins:
+        if small and not made.reduces:
+            made = program(kind._replace(in_place=True), now.scalars) or made
             for part in chunks(rows, TOGETHER, lambda x: x[1][0].numel()):
                 lists = list(map(list, zip(*[x for _, x in part])))
                 every = joined(made, lists, values, room)
@@ -255,7 +257,7 @@ def step_now(
             continue
         for i, (g, *own) in rows:
             new, size = [torch.empty_like(x, requires_grad=False) for x in own], 0
-            if not means and is_dense(g):
+            if not made.reduces and is_dense(g):
                 if all([same_order(g, x) for x in (*own, *new)]):
                     size = slice_size(g, wide, len(made.buffers))
             taken = made([g, *own], new, values, room, size=size)
@@ -313,30 +315,42 @@ def _record(kind: Kind, scalars: Scalars) -> Program:
         if x is not old[i] and any([x is y for y in tensors]):
             outputs[i] = x.clone()
             recorder.calls.append(_Call("clone", torch.clone, (x,), {}, outputs[i]))
-    writer = _Writer(recorder, outputs, old)
+    taken = list(map(recorder.of, taken))
+    writer = _Writer(recorder, outputs, old, taken)
     writer.name(tensors, "x")
     writer.name(values, "v")
     writer.name(known, "k")
-    run = writer.code(list(map(recorder.of, taken)))
+    run = writer.code()
     written = [i for i, (x, y) in enumerate(zip(outputs, old)) if x is not y]
-    return Program(run, (*writer.buffers,), [x.dtype for x in outputs], written)
+    own = (*writer.buffers,), [x.dtype for x in outputs], written, writer.reduces
+    return Program(run, *own)
 
 
 class _Writer:
     """Writes the operations down as a function, and chooses where each result goes."""
 
     def __init__(
-        self, recorder: _Recorder, outputs: list[Tensor], old: Sequence[Tensor | None]
+        self,
+        recorder: _Recorder,
+        outputs: list[Tensor],
+        old: Sequence[Tensor | None],
+        taken: list[Tensor],
     ) -> None:
-        self._calls = [x for x in recorder.calls if x.args or x.more]
-        self._outputs, self._old = outputs, old
+        needed, calls = {id(x) for x in (*outputs, *taken)}, list[_Call]()
+        for call in reversed(recorder.calls):
+            if id(call.result) in needed:
+                needed |= set(map(id, call.read))
+                calls.append(call)
+        self._calls = calls[::-1]
+        self._outputs, self._old, self._taken = outputs, old, taken
         self.buffers: list[torch.dtype] = []
+        self.reduces = False  # an operation reads a whole tensor
         self._names: dict[int, str] = {}
         self._globals: dict[str, object] = {}
         self._last: dict[int, int] = {}  # by a tensor's id, the last call that reads it
         for i, call in enumerate(self._calls):
             self._last |= {id(x): i for x in call.read}
-        self._last |= {id(x): len(self._calls) for x in outputs}
+        self._last |= {id(x): len(self._calls) for x in (*outputs, *taken)}
         self._lines: list[str] = []
 
     def name(self, tensors: list[Tensor], letter: str) -> None:
@@ -353,7 +367,9 @@ class _Writer:
             hints.setdefault(id(x), j)
         for i in reversed(range(len(self._calls))):
             j = hints.get(id(self._calls[i].result))
-            for x in self._calls[i].read if j is not None else ():
+            if j is None:
+                continue
+            for x in self._calls[i].read:
                 # It is read for the last time, and the result can take its place.
                 alike = x.dtype == self._outputs[j].dtype and x.dim()
                 if alike and self._last[id(x)] == i and id(x) not in hints:
@@ -361,7 +377,7 @@ class _Writer:
                     break
         return hints
 
-    def code(self, taken: list[Tensor]) -> Callable[..., list[Tensor]]:
+    def code(self) -> Callable[..., list[Tensor]]:
         """Return the function."""
         hints, places = self._hints(), dict[str, int]()  # by name, the last call to read it
         targets: list[str] = []
@@ -373,20 +389,19 @@ class _Writer:
         first = len(self._lines)
         for i, call in enumerate(self._calls):
             key = id(call.result)
-            last = self._last.get(key)
-            if last is None:
-                continue  # nobody reads it
             if call.result.dim() == 0:
+                self.reduces |= any([x.dim() for x in call.read])
                 self._names[key] = f"n{i}"
                 self._lines.append(f"n{i} = {self._call(i, call, '')}")
                 continue
             j = hints.get(key)
-            fits = j is not None and self._outputs[j].dtype == call.result.dtype
-            if fits and places[targets[j]] <= i:
+            dtype = call.result.dtype
+            fits = j is not None and self._outputs[j].dtype == dtype
+            if j is not None and fits and places[targets[j]] <= i:
                 place = targets[j]
             else:
-                place = self._buffer(call.result.dtype, places, i)
-            self._names[key], places[place] = place, last
+                place = self._buffer(dtype, places, i)
+            self._names[key], places[place] = place, self._last[key]
             self._lines.append(self._call(i, call, place))
         for x, target in zip(self._outputs, targets):
             if self._names[id(x)] != target:
@@ -394,7 +409,9 @@ class _Writer:
         if self.buffers:
             every = [f"b{i}" for i in range(len(self.buffers))]
             self._lines.insert(first, f"{', '.join(every)}, = b")
-        self._lines.append(f"return [{', '.join([self._names[id(x)] for x in taken])}]")
+        self._lines.append(
+            f"return [{', '.join([self._names[id(x)] for x in self._taken])}]"
+        )
         source = "\n    ".join(["def run(x, t, b, v, k):", *self._lines])
         exec(source, self._globals)
         run: Any = self._globals["run"]
@@ -427,6 +444,6 @@ class _Writer:
             return f"{name}({', '.join(args)})"
         try:
             function(*call.args, **call.more, out=torch.empty_like(call.result))
-        except TypeError:
+        except (RuntimeError, TypeError):
             return f"{place}.copy_({name}({', '.join(args)}))"
         return f"{name}({', '.join(args)}, out={place})"

@@ -94,7 +94,8 @@ class EagerLaunch(Launch):
         temporaries = TEMPORARIES
         if made is not None:
             temporaries = len(made.buffers) + len(made.outputs) * bool(self.rounds)
-        return slice_size(p, self.dtype, temporaries) if self._cut else 0
+        cut = self._cut and (made is None or not made.reduces)
+        return slice_size(p, self.dtype, temporaries) if cut else 0
 
     def _slices(
         self, columns: Columns, made: Program | None
@@ -122,10 +123,8 @@ class EagerLaunch(Launch):
                 wholes = found
                 continue
             wholes = wholes or [x.new_empty(self._sizes[0]) for x in found]
-            for whole, x in zip(wholes, found):
-                whole[offset : offset + len(x)] = x
-            offset += len(g)
-            del found, x  # before there are the next ones
+            torch._foreach_copy_([x[offset : offset + len(g)] for x in wholes], found)
+            offset, found = offset + len(g), []  # freed before there are the next ones
         # The bits of a mean depend on how its elements are added up.
         return torch.stack(whole_means(wholes))[None]
 
@@ -136,7 +135,7 @@ class EagerLaunch(Launch):
         """Update the parameters."""
         packed, row = step.packed[self._at].folded(self._rule), self._row(known)
         made = self._program(packed, len(row), False)
-        if made is None:
+        if made is None or (self._joined and made.reduces):
             taken = self._run_leaf(step.columns, packed, row)
         elif self._joined:
             taken = self._run_joined(step, packed, made)

@@ -23,7 +23,7 @@ from optimi_func.rules import Float, Moment, Optimizer, functions
 OPERATIONS = {
     **{"adam": 21, "adamw": 22, "adan": 34, "ademamix": 27, "adopt": 25, "lamb": 51},
     **{"lion": 14, "muon": 40, "radam": 23, "ranger": 25, "sgd": 10, "stableadamw": 32},
-    **{"adafactor": 37, "normuon": 59, "prodigy": 35, "soap": 66},
+    **{"adafactor": 37, "normuon": 59, "prodigy": 40, "soap": 66},
     **{"rmsprop": 15, "adagrad": 14, "adadelta": 24, "adamax": 17, "nadam": 23},
     **{"asgd": 14, "rprop": 25},
     **{"schedule_free_adamw": 26, "schedule_free_radam": 28, "schedule_free_sgd": 16},

@@ -88,8 +88,11 @@ def total_norm(norms: list[Tensor]) -> Tensor:
 
 
 def iterated_in(device: torch.device, wide: torch.dtype) -> torch.dtype:
-    """Return the dtype in which many products of a matrix are computed by default."""
-    narrow = device.type != "cpu" or multiplies_bfloat16()
+    """Return the dtype in which many products of a matrix are computed by default.
+
+    A plan of memory, on meta tensors, counts those of this CPU: no fewer bytes.
+    """
+    narrow = device.type not in ("cpu", "meta") or multiplies_bfloat16()
     return torch.bfloat16 if narrow and wide != torch.float64 else wide
 
 

@@ -8,11 +8,12 @@ has been read, else to a buffer.
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from optimi_func.core.codes import GROUP, is_dense, same_order
 from optimi_func.core.leaf import (
@@ -26,7 +27,6 @@ from optimi_func.core.lists import chunks
 from optimi_func.core.packed import Packed, fill
 from optimi_func.core.rule import Leaf, Rule, Scalars
 from optimi_func.core.storage import flat_leaf, leaf_of
-from optimi_func.core.torch_private import dispatch_modes
 
 # Elements of a tensor that is joined with others, and of those together.
 JOINED, TOGETHER = 1 << 13, 1 << 15
@@ -77,9 +77,8 @@ class _Recorder(TorchDispatchMode):
         self.calls: list[_Call] = []
         self.same: dict[int, Tensor] = {}  # by the id of a result, what it is
 
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def record(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        """Do an operation, and note it."""
         result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
         args, more = pytree.tree_map_only(Tensor, self.of, (tuple(args), kwargs or {}))
         whole = isinstance(result, Tensor) and result.shape == _EXAMPLE
@@ -99,6 +98,10 @@ class _Recorder(TorchDispatchMode):
     def of(self, x: Tensor) -> Tensor:
         """Return the tensor that x shows."""
         return self.same.get(id(x), x)
+
+
+# Within the class torch would wrap it in a function that imports the compiler.
+_Recorder.__torch_dispatch__ = _Recorder.record  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _same(x: Tensor, y: object) -> bool:
@@ -126,6 +129,7 @@ class Room:
             for x in enumerate(dtypes):
                 if x not in self._flat or len(self._flat[x]) < size:
                     self._made.clear()  # which hold a smaller one
+                    self._flat.pop(x, None)
                     self._flat[x] = torch.empty(size, dtype=x[1], device=device)
             buffers = [self._flat[x][:size].view(like.shape) for x in enumerate(dtypes)]
             if is_dense(like):
@@ -239,8 +243,8 @@ def step_now(
         groups.setdefault(key, []).append((i, tensors))
     for (k, dtypes, small), rows in groups.items():
         now, device = packed[k].folded(rule), rows[0][1][0].device
-        wide = compute_dtype(*dtypes)
-        kind = Kind(rule, now.statics, dtypes, device, True, False)
+        wide, sized = compute_dtype(*dtypes), rule.measure is not None
+        kind = Kind(rule, now.statics, dtypes, device, True, False, int(sized))
         made = program(kind, now.scalars) if now.constant else None
         if made is None:
             continue
@@ -253,19 +257,29 @@ def step_now(
                 sizes = [x.numel() for _, (x, *_) in part]
                 new = zip(*[torch.split_with_sizes_copy(x, sizes) for x in every])
                 for (i, (g, *_)), own in zip(part, new):
-                    results[i] = leaf_of(rule, (), [x.view(g.shape) for x in own]), []
+                    new_leaf = _leaf_like(leaves[i], [x.view(g.shape) for x in own])
+                    results[i] = new_leaf, []
             continue
         for i, (g, *own) in rows:
             new, size = [torch.empty_like(x, requires_grad=False) for x in own], 0
             if not made.reduces and is_dense(g):
                 if all([same_order(g, x) for x in (*own, *new)]):
                     size = slice_size(g, wide, len(made.buffers))
-            taken = made([g, *own], new, values, room, size=size)
-            results[i] = leaf_of(rule, (), new), taken
+            # A rule with `measure` knows the number of elements.
+            known = [torch.full((), g.numel(), dtype=wide)] if sized else []
+            taken = made([g, *own], new, values, room, known, size)
+            results[i] = _leaf_like(leaves[i], new), taken
     return results
 
 
-_programs: dict[Kind, Program | None] = {}
+def _leaf_like(leaf: Leaf, own: Sequence[Tensor]) -> Leaf:
+    (p, *rest), count = own, len(leaf.state)
+    comp = rest[count] if len(rest) > count else None
+    return Leaf(p, type(leaf.state)(*rest[:count]), comp)
+
+
+# By rule, which they keep no longer than others do, and the rest of the kind.
+_programs: WeakKeyDictionary[Rule, dict[object, Program | None]] = WeakKeyDictionary()
 
 
 def program(kind: Kind, scalars: Scalars) -> Program | None:
@@ -273,16 +287,14 @@ def program(kind: Kind, scalars: Scalars) -> Program | None:
 
     Only the structure of the scalars matters.
     """
-    if kind not in _programs:
-        if dispatch_modes():
-            return None
-        if len(_programs) >= 512:
-            _programs.clear()
+    made, key = _programs.setdefault(kind.rule, {}), kind[1:]
+    if key not in made:
         try:
-            _programs[kind] = _record(kind, scalars)
+            with _disable_current_modes():
+                made[key] = _record(kind, scalars)
         except Exception:
-            _programs[kind] = None
-    return _programs[kind]
+            made[key] = None
+    return made[key]
 
 
 def _record(kind: Kind, scalars: Scalars) -> Program:

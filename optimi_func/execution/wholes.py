@@ -136,7 +136,6 @@ class WholeLaunch(Launch):
         """Update the parameters."""
         del known
         columns, packed = step.columns, step.packed
-        step = step._replace(room=Room())
         own = into = list(map(self.pick, columns.own))
         directions = self._empty(own[0])
         pointers = list(map(Tensor.data_ptr, directions))
@@ -153,14 +152,17 @@ class WholeLaunch(Launch):
             self.pick(columns.grads), *[[x[0], directions, *x[1:]] for x in (own, into)]
         )
         first = list(map(self._of_directions, packed))
+        before = step._replace(columns=lists, packed=first, room=Room())
         for launch in self._before:
             if moved:
                 launch.readdress(lists)
-            launch.run(step._replace(columns=lists, packed=first), None)
+            launch.run(before, None)
+        del before  # with its buffers
         self._map(list(rows), own[0], own[-1], [x.scalars.coeffs for x in packed])
         lists, moves = lists._replace(grads=directions), list(map(_of_moves, packed))
+        second = step._replace(columns=lists, packed=moves, room=Room())
         for launch in self._after:
-            launch.run(step._replace(columns=lists, packed=moves), None)
+            launch.run(second, None)
 
     def _of_directions(self, packed: Packed) -> Packed:
         """Return the scalars of the first pass."""
@@ -216,6 +218,7 @@ class WholeLaunch(Launch):
                     wide_fields = tuple([to(f, d.dtype) for f in fields])
                     result, new = whole(d, read(i, x), wide_fields, coeffs[at])
                     _write(batch[0].tensors, [result, *new])
+                    del result, new  # before there are the next ones
                     continue
                 xs = [read(i, x) for i, _, _, x in batch]
                 d, *fields = map(torch.stack, zip(*[item.tensors for item in batch]))

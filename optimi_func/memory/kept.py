@@ -21,9 +21,12 @@ from optimi_func.core.codes import GROUP
 from optimi_func.core.distributed import any_distributed, is_distributed, to_local
 from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.rule import WHOLE_BATCH, Rule, StorageLike
+from optimi_func.core.storage import state_in
 from optimi_func.execution.kernels import has_list_kernels
 from optimi_func.execution.shaped import EXAMPLES
+from optimi_func.execution.trees import TreeUpdate
 from optimi_func.memory.trace import Counter, cast_dtype, most_alive
+from optimi_func.pure.tree import FlatTree, LeafState, TreeState
 
 # A class of this package, or a function that makes one of its optimizers in the same way.
 Factory = Callable[..., Any]
@@ -191,7 +194,16 @@ def _temporaries(made: BaseOptimizer, p: Tensor, device: str) -> int:
     g = torch.empty_like(p, requires_grad=False)
     counter = Counter()
     pytree.tree_map_only_(Tensor, counter.number, [p, g, *made.state[p].values()])
+    group, entry = made.group_of(p), made.state[p]
+    bound = made.bound_of(group, [p], group["capturable"])
+    rule_state, comp = state_in(bound.rule, entry)
+    running = bound.rule.running(*[entry[x] for x in bound.rule.running._fields])
+    state = TreeState(torch.zeros(()), [LeafState(rule_state, comp, running)])
     with counter:
-        made.update([p], [g], [WHOLE_BATCH], write=True, count=True)
+        if bound.rule.given:
+            made.update([p], [g], [WHOLE_BATCH], write=True, count=True)
+        else:
+            tree = FlatTree.of([p.detach()], [g], state)
+            TreeUpdate(bound, tree, "eager").update([0], [g])
     events = counter.finish()
     return most_alive(e._replace(bytes=rounded(e.bytes, device)) for e in events)

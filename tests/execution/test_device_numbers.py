@@ -19,10 +19,11 @@ import optimi_func
 from optimi_func import compiled
 from optimi_func.classes import base
 from optimi_func.classes.groups import as_scalar
+from optimi_func.core import packed
 from optimi_func.core.distributed import ShardSpec
 from optimi_func.core.packed import ALIGNMENT, Packed
 from optimi_func.core.rule import Rates, Scalars
-from optimi_func.execution import executors, kernels, launches, scalars, slots, trees
+from optimi_func.execution import executors, kernels, launches, slots, trees
 from optimi_func.execution.executors import SMALL
 from optimi_func.execution.kernels import CaptureError
 
@@ -75,8 +76,8 @@ def test_the_scalars_of_a_group_are_one_upload(
     name: str, called: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uploads: list[int] = []
-    run = scalars._uploaded
-    monkeypatch.setattr(scalars, "_uploaded", lambda *x: uploads.append(1) or run(*x))
+    run = packed._uploaded
+    monkeypatch.setattr(packed, "_uploaded", lambda *x: uploads.append(1) or run(*x))
     ps = meta_params(6)
     groups = [{"params": ps[i : i + 2], "lr": 0.1 * (i + 1)} for i in (0, 2, 4)]
     optimizer = CLASSES[name](groups, lr=0.1, compile=True)
@@ -158,8 +159,8 @@ def test_numbers_from_host_and_device_are_each_rounded_once() -> None:
     numbers = Scalars((0.1, third, True), Rates(third * 2, 0.7, 0.0, torch.tensor(0.25)))
     values = [0.1, 1.0 / 3.0, 2.0 / 3.0, 0.7, 0.0, 0.25, 0.5]
     for dtype in (torch.float32, torch.float64):
-        packed = Packed(numbers).tensor(dtype, CPU)
-        assert packed.equal(torch.tensor(values, dtype=torch.float64).to(dtype))
+        found = Packed(numbers).tensor(dtype, CPU)
+        assert found.equal(torch.tensor(values, dtype=torch.float64).to(dtype))
 
 
 # CUDA graphs
@@ -170,7 +171,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Begins the capture of a CUDA graph, as far as this package can tell."""
 
     def begin() -> None:
-        for module in (base, kernels, scalars, trees):
+        for module in (base, kernels, packed, trees):
             monkeypatch.setattr(module, "is_capturing", lambda _: True)
         monkeypatch.setattr(base, "_is_cuda", lambda _: True)
 
@@ -267,7 +268,7 @@ def test_a_graph_gets_no_numbers_from_memory_of_the_host(
         for dtype in (torch.float32, torch.float64):
             want = Packed(numbers).tensor(dtype, CPU)
             with monkeypatch.context() as patch:
-                patch.setattr(scalars, "is_capturing", lambda _: True)
+                patch.setattr(packed, "is_capturing", lambda _: True)
                 patch.setattr(torch, "frombuffer", None)
                 assert Packed(numbers).tensor(dtype, CPU).equal(want)
 

@@ -135,7 +135,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "elementwise",
     ),
     "a state written in place": ({"direction": in_place}, "inputs kept"),
-    "a counter of its own": (with_direction(counts), "repeated"),
+    "a counter of its own": (with_direction(counts), "vmap"),
     "a root without a derivative at 0": (
         {
             "direction": lambda g, s, c: Direction(
@@ -170,10 +170,6 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
             ),
         },
         "bfloat16",
-    ),
-    "a size that lists do not have": (
-        with_direction(lambda d, g, s, c: d._replace(d=d.d / (1 + 0 * g.numel()))),
-        "float64, foreach",
     ),
 }
 

@@ -5,6 +5,7 @@ launched on one that does.
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -306,7 +307,8 @@ def test_kernels_of_a_gpu_know_no_number_of_threads(threads: Any) -> None:
     found = set()
     for count in (1, 2, 3):
         threads(count)
-        found.add(kernels._threads(torch.device("cuda", 0)))
+        key: Any = SimpleNamespace(device=torch.device("cuda", 0), dtypes=(), rule=None)
+        found.add(kernels._threads(key))
     assert len(found) == 1
 
 

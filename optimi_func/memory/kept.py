@@ -104,11 +104,6 @@ def made_of(
         if isinstance(instance, BaseOptimizer):
             if instance.rewriters:
                 raise ValueError("transforms=: plans do not count what a step rewrites")
-            if instance.defaults["foreach"]:
-                raise ValueError(
-                    "foreach=True: the temporaries of lists are not planned. Allowed are "
-                    "the compiled step and compile=False"
-                )
             return instance
         kind = type(instance)
     raise TypeError(
@@ -149,7 +144,8 @@ def kept(
         total += sum(rounded(held(x, ranks), device) for x in there)
         group = optimizer.group_of(p)
         rule = optimizer.rule_of(group)
-        compiled = group["compile"] is not False and _has_kernel(rule, p, entry, device)
+        asked = group["compile"] is not False and not group["foreach"]
+        compiled = asked and _has_kernel(rule, p, entry, device)
         if p.requires_grad and not compiled:
             eager.append(name)
             if rule.whole is not None:

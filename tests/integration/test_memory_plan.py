@@ -306,7 +306,6 @@ def test_a_model_that_is_divided_already() -> None:
     [
         ({"storage": "compact"}, "storage='compact': recipes decide it"),
         ({"gradient_release": True}, "gradient_release=True: recipes decide it"),
-        ({"foreach": True}, "foreach=True: the temporaries of lists are not planned"),
         ({"device": "mps"}, "device='mps': allowed are 'cpu', 'cuda' and None"),
         ({"ranks": 0}, "ranks=0: allowed are whole numbers from 1"),
         ({"accumulation_steps": 1.5}, "accumulation_steps=1.5: allowed are whole numbers"),
@@ -316,6 +315,16 @@ def test_a_model_that_is_divided_already() -> None:
 def test_options_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         plan(nn.Linear(4, 4), AdamW, "1GB", **options)
+
+
+def test_foreach_is_planned_as_the_step_without_a_compiler_that_it_is() -> None:
+    ways: list[dict[str, Any]] = [{"foreach": True}, {"compile": False}, {}]
+    lists, eager, compiled = (
+        by_name(plan(Net(), AdamW, "1GB", squared, FEW, **how)) for how in ways
+    )
+    assert lists["float32"].peak == eager["float32"].peak
+    assert lists["float32"].scratch == eager["float32"].scratch > 0
+    assert compiled["float32"].scratch == 0
 
 
 def test_frozen_parameters_have_neither_gradient_nor_state() -> None:

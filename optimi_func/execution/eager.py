@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from optimi_func.core.leaf import count_means, leaf_round, leaf_step, taking, whole_means
-from optimi_func.core.lists import chunks
+from optimi_func.core.lists import chunks, grouped
 from optimi_func.core.packed import Packed
 from optimi_func.core.program import (
     JOINED,
@@ -43,7 +43,8 @@ def plan_eager(rule: Rule, updates: list[Update], write: bool) -> list[Launch]:
     single = rule.given or count_means(rule, updates[0].scalars.scalars.rates, write)
     joins = [not single and u.slot.numel <= JOINED and _is_flat(u) for u in updates]
     launches: list[Launch] = []
-    if small := list(compress(updates, joins)):
+    # A kernel takes parameters with several scalars, and leaves some to this.
+    for small in grouped(compress(updates, joins), lambda u: u.at).values():
         for batch in split_twins(small):
             parts = chunks(batch, TOGETHER, lambda u: u.slot.numel)
             launches += [EagerLaunch(rule, part, write) for part in parts]

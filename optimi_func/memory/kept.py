@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core.codes import GROUP
 from optimi_func.core.distributed import any_distributed, is_distributed, to_local
-from optimi_func.core.leaf import compute_dtype
+from optimi_func.core.leaf import compute_dtype, count_means
+from optimi_func.core.program import JOINED
 from optimi_func.core.rule import WHOLE_BATCH, Rule, StorageLike
 from optimi_func.core.storage import state_in
 from optimi_func.execution.kernels import has_list_kernels
@@ -169,7 +170,22 @@ def kept(
         if kind not in by_kind:
             by_kind[kind] = _temporaries(optimizer, p, device)
         scratch[name] = -(-by_kind[kind] // ranks)
+        if p.numel() and _joins(optimizer, p):
+            # With others it is copied into one tensor, with its gradient and its state; and
+            # the numbers of the step are there once.
+            tensors = [x for x in optimizer.state[p].values() if x.shape == p.shape]
+            each = scratch[name] // p.numel() * p.numel()
+            directions[name] = each + sum([x.nbytes for x in (p, p, *tensors)])
     return total, scratch, directions
+
+
+def _joins(optimizer: BaseOptimizer, p: Tensor) -> bool:
+    """Return True if the step without a compiler joins p with others."""
+    group = optimizer.group_of(p)
+    bound = optimizer.bound_of(group, [p], group["capturable"])
+    rule = bound.rule
+    alone = rule.whole or rule.given or count_means(rule, bound.rates_now)
+    return p.numel() <= JOINED and not alone
 
 
 def _has_kernel(rule: Rule, p: Tensor, entry: Mapping[str, object], device: str) -> bool:

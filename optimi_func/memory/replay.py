@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from optimi_func.core.lists import chunks
+from optimi_func.core.program import TOGETHER
 from optimi_func.execution.executors import SMALL
 from optimi_func.execution.wholes import BATCHED, ELEMENTS
 from optimi_func.gradient_release.backward import PENDING_BYTES, aligned, staging_size
@@ -25,7 +26,9 @@ class Param(NamedTuple):
     bytes: int  # in this process; its gradient has as many
     scratch: int  # temporaries of its update
     uses: int  # number of names that the model has for it
-    direction: int  # those of its temporaries that are held together with others'
+    # Those of its temporaries that are held together with others', as the direction that a
+    # map takes. If they are more than its own, it is joined with others.
+    direction: int
 
 
 class Handling:
@@ -172,7 +175,10 @@ class _Run:
 def _temporaries(params: Sequence[Param], device: str) -> int:
     """Return the most bytes of temporaries while these parameters are updated together."""
     most = max([p.scratch for p in params], default=0)
-    whole = [p for p in params if p.direction]
+    joined = [p for p in params if p.direction > p.scratch]
+    for batch in chunks(joined, TOGETHER, lambda p: p.numel) if len(joined) > 1 else ():
+        most = max(most, sum([p.direction for p in batch]))
+    whole = [p for p in params if 0 < p.direction <= p.scratch]
     # CUDA maps those of one shape at once: they count as if all had one.
     size, join = (BATCHED, sum) if device == "cuda" else (ELEMENTS, max)
     for batch in chunks(whole, size, lambda p: p.numel) if whole else ():

@@ -69,6 +69,10 @@ class Packed:
         spec = pytree.tree_structure(self.scalars)
         return fill(self.statics, spec, self.values(dtype, device))
 
+    def mixes(self, rule: Rule) -> bool:
+        """Return True if a step computes with lr and decay alone, on the host."""
+        return rule.means is not None or bool(self.scalars.rates.undecayed_lr)
+
     @property
     def constant(self) -> bool:
         """True if no derivative passes through a number."""
@@ -82,10 +86,8 @@ class Packed:
         """
         if self._folded is None:
             r = self.scalars.rates
-            # The mean of a rule, and cautious decay, compute with the decay.
-            reads = rule.means is not None or r.undecayed_lr
             usual: dict[str, float] = {"l2": 0.0, "grad_scale": 1.0}
-            usual |= {} if reads else {"decay": 0.0}
+            usual |= {} if self.mixes(rule) else {"decay": 0.0}
             rest: Any = {
                 name: None
                 for name, x in usual.items()

@@ -245,8 +245,9 @@ def step_now(
         now, device = packed[k].folded(rule), rows[0][1][0].device
         wide, sized = compute_dtype(*dtypes), rule.measure is not None
         kind = Kind(rule, now.statics, dtypes, device, True, False, int(sized))
-        made = program(kind, now.scalars) if now.constant else None
-        if made is None:
+        if now.mixes(rule) or not now.constant:
+            continue
+        if (made := program(kind, now.scalars)) is None:
             continue
         values = now.values(wide, device)
         if small and not made.reduces:

@@ -74,7 +74,7 @@ class EagerLaunch(Launch):
 
     def _program(self, packed: Packed, known: int, measures: bool) -> Program | None:
         """Return the program for these numbers and so many means, or None."""
-        if not self._recorded:
+        if not self._recorded or packed.mixes(self._rule):
             return None
         key = packed.statics, known, measures
         if key not in self._programs:

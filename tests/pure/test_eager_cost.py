@@ -21,9 +21,9 @@ from optimi_func.rules import Float, Moment, Optimizer, functions
 # Operations of a leaf of float32, with the default hyperparameters: those of its program
 # and new tensors, or those of `leaf_step` and a map.
 OPERATIONS = {
-    **{"adam": 21, "adamw": 22, "adan": 34, "ademamix": 27, "adopt": 25, "lamb": 51},
-    **{"lion": 14, "muon": 40, "radam": 23, "ranger": 25, "sgd": 10, "stableadamw": 32},
-    **{"adafactor": 37, "normuon": 59, "prodigy": 40, "soap": 66},
+    **{"adam": 21, "adamw": 22, "adan": 34, "ademamix": 27, "adopt": 25, "lamb": 45},
+    **{"lion": 14, "muon": 40, "radam": 23, "ranger": 25, "sgd": 10, "stableadamw": 31},
+    **{"adafactor": 37, "normuon": 59, "prodigy": 37, "soap": 66},
     **{"rmsprop": 15, "adagrad": 14, "adadelta": 24, "adamax": 17, "nadam": 23},
     **{"asgd": 14, "rprop": 25},
     **{"schedule_free_adamw": 26, "schedule_free_radam": 28, "schedule_free_sgd": 16},

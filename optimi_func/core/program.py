@@ -5,7 +5,7 @@ tensors of any shape. A result is written where the step leaves it as soon as wh
 has been read, else to a buffer.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -235,7 +235,7 @@ def step_now(
     groups: dict[Any, list[tuple[int, list[Tensor]]]] = {}
     for i, ((p, state, comp), g) in enumerate(zip(leaves, grads)):
         own = [p, *state] if comp is None else [p, *state, comp]
-        if g is None or p.is_complex() or any([isinstance(x, tuple) for x in state]):
+        if g is None or not p.numel() or p.is_complex() or _is_coded(state):
             continue
         tensors = [g, *own]
         small = p.numel() <= JOINED and all([x.is_contiguous() for x in tensors])
@@ -271,6 +271,10 @@ def step_now(
             taken = made([g, *own], new, values, room, known, size)
             results[i] = _leaf_like(leaves[i], new), taken
     return results
+
+
+def _is_coded(state: Iterable[object]) -> bool:
+    return any([isinstance(x, tuple) for x in state])
 
 
 def _leaf_like(leaf: Leaf, own: Sequence[Tensor]) -> Leaf:

@@ -359,9 +359,8 @@ class _Check:
 
     def class_rows(self, compile: bool) -> Iterator[_Row]:
         """Yield the rows of the class."""
-        alone = self.value.rule.eager  # why steps run operation by operation
-        ways: dict[str, dict[str, object]] = {} if alone else {"foreach": {"foreach": True}}
-        if compile and not alone:
+        ways: dict[str, dict[str, object]] = {"foreach": {"foreach": True}}
+        if compile:
             ways["kernels"] = {"compile": True}
         codes = "compact" if keeps_codes(self.value.rule) else Storage("kahan8")
         for name, (dtype, how, allowed, alike) in _STORED.items():
@@ -372,8 +371,8 @@ class _Check:
                 other = partial(self.run, dtype, **how, **more)
                 yield f"{name}, {way}", alike, lambda a=other, b=eager: (a(), b())
         decay = {"weight_decay": 0.1} if "weight_decay" not in self.hyper else {}
-        more = decay | ({} if alone else {"foreach": True})
-        yield "decay", 1e-9, lambda: (self.run(**more), self.pure(hyper=decay))
+        run = partial(self.run, foreach=True, **decay)
+        yield "decay", 1e-9, lambda: (run(), self.pure(hyper=decay))
         yield "resumed", 0.0, lambda: (self.run(resumes=True), self.run())
         if self.extras:
             return

@@ -22,7 +22,6 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.classes.fields import Closure, Fields, Float, Params
 from optimi_func.classes.groups import (
-    EXECUTORS,
     TORCHS,
     aligned,
     as_scalar,
@@ -53,12 +52,16 @@ from optimi_func.core.leaf import (
     compute_dtype,
     held_dtype,
     init_leaf,
+    leaf_dtype,
     leaf_step,
     microbatch_scalars,
     whole_means,
+    with_given,
 )
 from optimi_func.core.owners import Holders, agree, holders_of
 from optimi_func.core.packed import Packed, is_capturing
+from optimi_func.core.pairs import as_real_for
+from optimi_func.core.philox import Noise, drawn
 from optimi_func.core.removed import Removed
 from optimi_func.core.rule import (
     WHOLE_BATCH,
@@ -277,7 +280,6 @@ class BaseOptimizer(Fields, Checkpoints):
             group.update(plain_numbers({name: group[name] for name in keywords}))
             normalize_group(group, self._number_defaults(group))
             rule = self.rule_of(group)
-            check_runs(group, rule)
             if "transforms" in group:
                 raise TypeError("transforms of a param group: they are the optimizer's")
             self.extras = {} if rule.extras else self.extras
@@ -811,13 +813,14 @@ class BaseOptimizer(Fields, Checkpoints):
         tensors = [[entry[name] for name in names] for entry in entries]
         counts = [(x, y) for x, *y in [list(map(_number, some)) for some in tensors]]
         scalars, after = scalars_after(bound, counts, coded=True)
-        if rule.given:
-            every = [*range(len(params))]
-            scalars, _ = with_given(self, bound, params, scalars, counts, every)
+        every = [*range(len(params))]
+        scalars, at, given = given_to(self, bound, params, scalars, counts, every)
         for i, (p, m, entry) in enumerate(zip(params, batches, entries)):
             leaf = Leaf(p.detach(), *state_in(rule, entry))
-            now = microbatch_scalars(rule, scalars[i], m, write)
+            now = microbatch_scalars(rule, scalars[at[i]], m, write)
             with kernel_context(p.device):
+                row = [column[i] for column in given if column[i] is not None]
+                now = with_given(rule, now, drawn(row, leaf_dtype(leaf, grads[i])))
                 new = leaf_step(rule, leaf, grads[i], now, write, whole_means)
             pairs = zip(flat_leaf(leaf), flat_leaf(new))
             writes += [(x, y, m.finite) for x, y in pairs if y is not x]
@@ -979,10 +982,11 @@ class BaseOptimizer(Fields, Checkpoints):
                 self._keep(key, plan)
         if plan.viewed:
             grads = to_local(aligned(group, params, grads))
-        packed, at, after = self._scalars(
+        packed, at, after, given = self._scalars(
             work, bound, plan, tensors, capturable, write, made
         )
-        step = Step(plan.columns(tensors, grads), packed, at, write)
+        columns = plan.columns(tensors, grads)
+        step = Step(columns._replace(given=given) if given else columns, packed, at, write)
 
         def check() -> None:
             if any_distributed(grads):
@@ -1006,8 +1010,11 @@ class BaseOptimizer(Fields, Checkpoints):
         capturable: bool,
         write: bool,
         made: dict[Tensor, Entry],
-    ) -> tuple[list[Packed], list[int], Sequence[Named]]:
-        """Return the different scalars, the place of each parameter, and r after it."""
+    ) -> tuple[list[Packed], list[int], Sequence[Named], list[list[Any]]]:
+        """Return the different scalars, the place of each parameter, and r after it.
+
+        The last are the columns of what the rule is given besides.
+        """
         group, params, _, microbatches = work
         counts, at = plan.counts.now(tensors), plan.counts.at
         if bound.rule.join is not None:
@@ -1016,9 +1023,8 @@ class BaseOptimizer(Fields, Checkpoints):
             running = self._running(bound, group, [made[p] for p in new], where)
             counts = [(step, running) for step, _ in counts]
         scalars, after = scalars_after(bound, counts, plan.coded)
-        if bound.rule.given:
-            scalars, at = with_given(self, bound, params, scalars, counts, at)
-        return *pack(bound.rule, scalars, at, microbatches, write), after
+        scalars, at, given = given_to(self, bound, params, scalars, counts, at)
+        return *pack(bound.rule, scalars, at, microbatches, write), after, given
 
     def _plan(
         self,
@@ -1231,16 +1237,6 @@ class Options(TypedDict, total=False):
     transforms: Sequence[GradientTransform]
 
 
-def check_runs(group: Group, rule: Rule) -> None:
-    """Raise for options that a rule cannot honour whose steps are eager."""
-    for name in EXECUTORS if rule.eager else ():
-        if group.get(name):
-            raise TypeError(
-                f"{name}={group[name]} with {rule.name}, whose {rule.eager}: it runs "
-                f"eagerly. Allowed is {name}=False"
-            )
-
-
 def found_extras(
     optimizer: Any, given: Mapping[str, object], every: bool = False
 ) -> dict[str, dict[Tensor, Tensor]]:
@@ -1286,40 +1282,60 @@ def _checked(name: str, path: object, p: Tensor, x: object) -> Tensor:
             f"{name} of {path}, which takes a gradient, is {checks.shown(x)}: allowed are "
             f"tensors of the shape {tuple(p.shape)}, with its placements, and 0-d ones"
         )
+    x, part = to_local([as_real_for(p, x.detach()), p])
     # A number in float32 would not widen by what is multiplied with it.
-    wide = torch.promote_types(x.dtype, compute_dtype(p.dtype))
-    dtype = wide if x.is_floating_point() else x.dtype
-    return to_local([x.detach()])[0].to(p.device, dtype)
+    x = x.to(p.device, torch.promote_types(x.dtype, compute_dtype(p.dtype)))
+    return x.expand(part.shape) if x.dim() else x
 
 
-def with_given(
+def given_to(
     optimizer: Any,
     bound: Any,
     params: list[Tensor],
     scalars: list[Scalars],
     counts: Sequence[tuple[Scalar, Sequence[Scalar]]],
     at: list[int],
-) -> tuple[list[Scalars], list[int]]:
-    """Return scalars of each parameter's own, with what its direction takes besides."""
-    results: list[Scalars] = []
-    places: dict[Tensor, int] = {}
-    if "z" in bound.rule.given:
-        every = chain.from_iterable([group["params"] for group in optimizer.param_groups])
-        places = {p: i for i, p in enumerate(every)}
+) -> tuple[list[Scalars], list[int], list[list[Any]]]:
+    """Return scalars and their places with the numbers that a rule is given besides.
+
+    The third result are the columns of tensors that it is given.
+    """
+    rule, columns = bound.rule, list[list[Any]]()
+    if not rule.given:
+        return scalars, at, columns
     extras = optimizer.extras or optimizer.given  # extras are {} outside of a step
-    for p, i in zip(params, at):
-        for name in bound.rule.extras:
+    for name in rule.extras:
+        for p in params:
             if p not in extras.get(name, ()):
                 where = path_of(optimizer.group_of(p), p)
                 raise ValueError(
                     f"nothing was given as {name} of {where}: allowed is to call "
                     f"optimizer.give({name}=...) before the backward"
                 )
-        values: dict[str, object] = {name: extras[name][p] for name in bound.rule.extras}
-        if "z" in bound.rule.given:
-            values["z"] = bound.seed, counts[i][0], places[p], p
-        results.append(scalars[i]._replace(coeffs=scalars[i].coeffs._replace(**values)))
-    return results, [*range(len(params))]
+        columns.append([extras[name][p] for p in params])
+    if "z" in rule.given:
+        every = chain.from_iterable([group["params"] for group in optimizer.param_groups])
+        places = {p: i for i, p in enumerate(every)}
+        rows = zip(at, params)
+        noise = [Noise(bound.seed, counts[i][0], places[p], p) for i, p in rows]
+        columns.append(noise)
+    names, indices, results = (*rule.extras, "z"), list[int](), list[Scalars]()
+    known: dict[object, int] = {}
+    for i, row in zip(at, zip(*columns)):
+        # A number is one of the scalars, and each kind of them is there once.
+        numbers = [x if _is_number(x) else None for x in row]
+        key = i, *map(id, numbers)
+        if key not in known:
+            known[key] = len(results)
+            coeffs = scalars[i].coeffs._replace(**dict(zip(names, numbers)))
+            results.append(scalars[i]._replace(coeffs=coeffs))
+        indices.append(known[key])
+    kept = [[None if _is_number(x) else x for x in column] for column in columns]
+    return results, indices, kept
+
+
+def _is_number(x: Tensor | Noise) -> bool:
+    return isinstance(x, Tensor) and x.dim() == 0
 
 
 def check_unscaled(optimizer: Any) -> None:

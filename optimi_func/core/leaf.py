@@ -16,7 +16,6 @@ from optimi_func.core.codes import narrow, remainder_dtype, round_to, to, widen
 from optimi_func.core.distributed import on_whole, whole
 from optimi_func.core.math import plus, scalar_dtype, times
 from optimi_func.core.pairs import as_complex, as_real, stored
-from optimi_func.core.philox import normal_like
 from optimi_func.core.rule import (
     WHOLE_BATCH,
     DecayKind,
@@ -65,6 +64,15 @@ def taking(
         return [x.to(tensors[0].dtype) for x in now]
 
     return take
+
+
+def with_given(rule: Rule, scalars: Scalars, tensors: Sequence[Tensor]) -> Scalars:
+    """Return scalars with tensors for what a rule is given and these have None for."""
+    if not tensors:
+        return scalars
+    names = [name for name in rule.given if getattr(scalars.coeffs, name) is None]
+    coeffs = scalars.coeffs._replace(**dict(zip(names, tensors, strict=True)))
+    return scalars._replace(coeffs=coeffs)
 
 
 def leaf_sums(rule: Rule, leaf: Leaf, coeffs: object, means: list[Tensor] | None) -> Tensor:
@@ -157,8 +165,6 @@ def leaf_move(
     count = len(old) if rule.whole is None else len(rule.fields)
     mapped = tuple(old[count:])
     partial_state = type(state)(*old[:count], *[None] * len(mapped))
-    if "z" in rule.given:
-        c = c._replace(z=normal_like(x, *c.z))
     if rule.measure is not None:
         means = take_means(rule.measure.measure(g, x, partial_state, c))
         if len(means) == rule.measure.number:  # else the number of elements is the first

@@ -27,6 +27,12 @@ def as_complex(x: Tensor, like: Tensor) -> Tensor:
     return torch.view_as_complex(x if pairs else x.contiguous())
 
 
+def as_real_for(p: Tensor, x: Tensor) -> Tensor:
+    """Return x, whose shape may be that of p, for computing with real pairs of p."""
+    single = p.is_complex() and not x.is_complex() and x.dim() and x.dim() == p.dim()
+    return x.unsqueeze(-1) if single else as_real(x)
+
+
 def stored(p: Tensor, fields: T) -> T:
     """Return fields of the state of p, a tree, of which pairs may be complex tensors."""
     return pytree.tree_map(partial(_stored, p), fields) if p.is_complex() else fields

@@ -6,12 +6,14 @@ four random words, so that there is no state to advance.
 """
 
 import math
-from typing import TypeAlias, cast
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from optimi_func.core.distributed import distribute_like, is_distributed, to_local
+from optimi_func.core.distributed import distribute_like
+from optimi_func.core.lists import grouped
 from optimi_func.core.pairs import as_real
 from optimi_func.core.rule import Scalar
 
@@ -41,15 +43,36 @@ def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     return (high >> 16) + (total >> 32), total & _WORD
 
 
-def normal_like(x: Tensor, seed: Scalar, step: Scalar, place: int, p: Tensor) -> Tensor:
-    """Draw standard normal numbers for x, which may be the local shard of p.
+class Noise(NamedTuple):
+    """Standard normal numbers of a step for a leaf, which are made when they are read.
 
-    They are those of the whole p, the leaf at a place of its tree.
+    `p` is the parameter, which may be distributed, at a place of its tree.
     """
-    whole = torch.empty(as_real(p).shape, dtype=x.dtype, device=x.device)
-    (z,) = normals(_integer(seed), _integer(step), [whole], place)
-    noise = distribute_like(p, cast(Tensor, z))
-    return noise if is_distributed(x) else to_local([noise])[0]
+
+    seed: Scalar
+    step: Scalar
+    place: int
+    p: Tensor
+
+
+def drawn(given: Sequence[Tensor | Noise], dtype: torch.dtype) -> list[Tensor]:
+    """Return tensors as they are, and draw noise, like p or as real pairs of its numbers.
+
+    What has one seed and one step is drawn together.
+    """
+    noise = [x for x in given if isinstance(x, Noise)]
+    found: dict[int, Tensor] = {}
+    for (seed, step), rows in grouped(noise, lambda x: (x.seed, x.step)).items():
+        wholes: dict[int, Tensor] = {}
+        for x in rows:
+            shape = as_real(x.p).shape
+            wholes[x.place] = torch.empty(shape, dtype=dtype, device=x.p.device)
+        first = min(wholes)
+        tensors = [wholes.get(i) for i in range(first, max(wholes) + 1)]
+        new = normals(_integer(seed), _integer(step), tensors, first)
+        for x in rows:
+            found[id(x)] = distribute_like(x.p, cast(Tensor, new[x.place - first]))
+    return [found[id(x)] if isinstance(x, Noise) else x for x in given]
 
 
 def _integer(x: Scalar) -> Tensor:

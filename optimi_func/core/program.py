@@ -22,6 +22,7 @@ from optimi_func.core.leaf import (
     leaf_step,
     taking,
     whole_means,
+    with_given,
 )
 from optimi_func.core.lists import chunks
 from optimi_func.core.packed import Packed, fill
@@ -44,12 +45,14 @@ class Kind(NamedTuple):
 
     rule: Rule
     statics: tuple[bool | str | None, ...]  # see `Packed`
-    dtypes: tuple[torch.dtype, ...]  # of g, p, the state's fields and the compensation
+    # Of g, p, the state's fields, the compensation and what the rule is given besides.
+    dtypes: tuple[torch.dtype, ...]
     device: torch.device
     write: bool
     in_place: bool  # the results replace what they are computed from
     known: int = 0  # how many means are given
     round: bool = False  # True: return the tensors whose means follow those known
+    given: int | None = None  # the index of the first that is given besides
 
 
 class _Call(NamedTuple):
@@ -143,9 +146,10 @@ class Program(NamedTuple):
 
     Attributes:
         run: `(tensors, targets, buffers, values, known) -> means`: computes from g, p, the
-            state and the compensation, into as many targets without one of g, which it does
-            not look at if it is in place. `values` are the step's numbers, 0-d like the
-            means known and those that it takes itself and returns.
+            state, the compensation and what is given besides, into targets for those but
+            the first and the last, which it does not look at if it is in place. `values`
+            are the step's numbers, 0-d like the means known and those that it takes itself
+            and returns.
         buffers: The dtypes of its buffers, which are as large as the tensors.
         outputs: The dtypes of its targets.
         written: The indices of the targets that it writes.
@@ -186,7 +190,7 @@ def slices(
         yield tensors, targets
         return
     shares = [GROUP if i in scales else 1 for i in range(len(tensors))]
-    every = zip([*tensors, *targets], [*shares, *shares[1:]])
+    every = zip([*tensors, *targets], [*shares, *shares[1 : 1 + len(targets)]])
     for part in zip(*[flat(x).split(size // share) for x, share in every]):
         yield list(part[: len(tensors)]), list(part[len(tensors) :])
 
@@ -230,7 +234,7 @@ def step_now(
     Those whose step is no program are left out. `at` are the indices of their numbers.
     """
     results, room = dict[int, tuple[Leaf, list[Tensor]]](), Room()
-    if rule.whole is not None or rule.given:
+    if rule.whole is not None:
         return results
     groups: dict[Any, list[tuple[int, list[Tensor]]]] = {}
     for i, ((p, state, comp), g) in enumerate(zip(leaves, grads)):
@@ -311,8 +315,8 @@ def _record(kind: Kind, scalars: Scalars) -> Program:
         tensors = [like.to(x, copy=True) for x in kind.dtypes]
         numbers = list(torch.full((count,), 0.5, dtype=wide, device=kind.device).unbind())
     values, known = numbers[: count - kind.known], numbers[count - kind.known :]
-    now = fill(kind.statics, spec, values)
-    (g, *own), taken = tensors, list[Tensor]()
+    (g, *own), taken = tensors[: kind.given], list[Tensor]()
+    now = with_given(rule, fill(kind.statics, spec, values), tensors[1 + len(own) :])
     leaf = leaf_of(rule, (), own)
 
     def mean(found: list[Tensor]) -> list[Tensor]:

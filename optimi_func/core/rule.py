@@ -165,8 +165,8 @@ class Rule:
             not x, given the coefficients of the next step. Elementwise.
         reads_param: True if `direction` takes the parameter x as its fourth argument.
         given: The names of what a step has to give to each parameter's direction, as fields
-            of Coeffs: its `extras`, and "z" for standard normal numbers, which are what
-            `normal_like` takes.
+            of Coeffs: its `extras`, and "z" for standard normal numbers. For an executor
+            those of tensors are None (see `with_given`).
         digest: A hash of all that its kernels compute. Rules with the same one share
             kernels, as those of a class that is defined again, also with other processes.
             "": it shares none.
@@ -229,11 +229,6 @@ class Rule:
     def extras(self) -> tuple[str, ...]:
         """The names of tensors that a step is given for `direction`."""
         return tuple([name for name in self.given if name != "z"])
-
-    @property
-    def eager(self) -> str:
-        """Why its steps run operation by operation; "" if kernels can take them."""
-        return f"direction takes {', '.join(self.given)}" if self.given else ""
 
     def advance(
         self, t: Scalar, lr: Scalar, running: Named, numbers: Mapping[str, object]

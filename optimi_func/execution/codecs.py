@@ -46,10 +46,13 @@ def widens_gradients(slot: Slot, g: Tensor) -> bool:
     return slot.dtypes[-1] == torch.int16 and g.dtype == torch.bfloat16
 
 
-def arguments_of(slot: Slot, write: bool, moves: bool, widens: bool) -> list[Argument]:
+def arguments_of(
+    slot: Slot, write: bool, moves: bool, widens: bool, given: int
+) -> list[Argument]:
     """Return the columns of each argument of a kernel, for any slot of its launch.
 
-    Parameters move if `write`, and the kernel does more than to measure if `moves`.
+    Parameters move if `write`, and the kernel does more than to measure if `moves`. So many
+    arguments are given besides.
     """
     _, *dtypes = slot.dtypes
     last = len(slot.dtypes)
@@ -65,7 +68,8 @@ def arguments_of(slot: Slot, write: bool, moves: bool, widens: bool) -> list[Arg
         column += 1 + coded
     if slot.compensated and dtypes[-1].is_floating_point:
         args.append(Argument(0, column, column, False))
-    return args
+    end = last + 1
+    return [*args, *[Argument(0, i, i, False) for i in range(end, end + given)]]
 
 
 def with_halves_apart(

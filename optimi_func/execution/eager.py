@@ -10,7 +10,14 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from optimi_func.core.leaf import count_means, leaf_round, leaf_step, taking, whole_means
+from optimi_func.core.leaf import (
+    count_means,
+    leaf_round,
+    leaf_step,
+    taking,
+    whole_means,
+    with_given,
+)
 from optimi_func.core.lists import chunks, grouped
 from optimi_func.core.packed import Packed
 from optimi_func.core.program import (
@@ -40,7 +47,7 @@ def plan_eager(rule: Rule, updates: list[Update], write: bool) -> list[Launch]:
     """Plan updates of one kind: small ones joined, the others one by one."""
     if not updates:
         return []
-    single = rule.given or count_means(rule, updates[0].scalars.scalars.rates, write)
+    single = count_means(rule, updates[0].scalars.scalars.rates, write)
     joins = [not single and u.slot.numel <= JOINED and _is_flat(u) for u in updates]
     launches: list[Launch] = []
     # A kernel takes parameters with several scalars, and leaves some to this.
@@ -62,11 +69,11 @@ class EagerLaunch(Launch):
     def __init__(self, rule: Rule, updates: list[Update], write: bool) -> None:
         super().__init__(rule, updates, write)
         first, (slot, g) = updates[0], (updates[0].slot, updates[0].g)
-        self._dtypes, self._device = (g.dtype, *slot.dtypes), g.device
+        self._dtypes, self._device = (g.dtype, *slot.dtypes, *first.given_dtypes), g.device
         self._sizes, self._joined = self.lengths.tolist(), len(updates) > 1
-        self._recorded = first.plain and not slot.coded and not rule.given
+        self._recorded = first.plain and not slot.coded
         least = 0 if self._recorded and not self.rounds else SLICED
-        large = slot.numel >= least and first.can_be_cut and not rule.given
+        large = slot.numel >= least and first.can_be_cut
         self._cut = large and not self._joined
         self._programs: dict[object, Program | None] = {}
         if not (self._cut or self.shards):
@@ -80,15 +87,19 @@ class EagerLaunch(Launch):
         if key not in self._programs:
             in_place = self._joined or (self._in_place and not measures)
             own = self._rule, packed.statics, self._dtypes, self._device
-            kind = Kind(*own, self._write, in_place, known, measures)
+            given = len(self._columns) + 1 if self._given else None
+            kind = Kind(*own, self._write, in_place, known, measures, given)
             self._programs[key] = program(kind, packed.scalars)
         return self._programs[key]
 
     def _lists(self, columns: Columns) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-        """Return lists of g, p, the state and the compensation, and of what is written."""
+        """Return lists of g, p, the state, the compensation, and what is given besides.
+
+        The second lists are of what is written.
+        """
         own = self.read(columns.own)
         into = own if self._in_place else self.read(columns.into)
-        return [self.pick(columns.grads), *own], into
+        return [self.pick(columns.grads), *own, *self.given(columns)], into
 
     def _size(self, p: Tensor, made: Program | None) -> int:
         """Return the elements of a slice, or 0."""
@@ -112,10 +123,11 @@ class EagerLaunch(Launch):
         packed, row = step.packed[self._at].folded(self._rule), self._row(known)
         made = self._program(packed, len(row), True)
         wholes, offset = list[Tensor](), 0
-        for (g, *own), _ in self._slices(step.columns, made):
+        for (g, *own), into in self._slices(step.columns, made):
             if made is None:
-                leaf = leaf_of(self._rule, self._codes, own)
-                found = leaf_round(self._rule, leaf, g, packed.scalars, row)
+                leaf = leaf_of(self._rule, self._codes, own[: len(into)])
+                now = with_given(self._rule, packed.scalars, own[len(into) :])
+                found = leaf_round(self._rule, leaf, g, now, row)
             else:
                 found = [torch.empty_like(g, dtype=x) for x in made.outputs]
                 values = packed.values(self.dtype, self._device)
@@ -164,9 +176,10 @@ class EagerLaunch(Launch):
             return taken
 
         for (g, *own), targets in self._slices(columns, None):
-            leaf = leaf_of(self._rule, self._codes, own)
+            leaf = leaf_of(self._rule, self._codes, own[: len(targets)])
             take = taking(self._rule, row, mean)
-            now = self._rule, leaf, g, packed.scalars, self._write, take
+            scalars = with_given(self._rule, packed.scalars, own[len(targets) :])
+            now = self._rule, leaf, g, scalars, self._write, take
             # Its temporaries are freed before those of the next slice are made.
             write_back(targets, leaf_step(*now))
         return taken

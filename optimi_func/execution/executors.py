@@ -49,6 +49,8 @@ from optimi_func.execution.wholes import elementwise, plan_shaped, plan_wholes
 SMALL = 1 << 13
 # Elements that are measured before they are moved, so that they are still in a cache.
 MEASURED = 1 << 20
+# Elements whose noise is in memory together.
+DRAWN = 1 << 17
 
 # Types of devices.
 _uncompilable: set[str] = set()
@@ -67,10 +69,6 @@ def plan_launches(
     The updates are in the same order on all processes. With "kernels" any error of the
     compiler is raised, before anything is written.
     """
-    if rule.eager:
-        if executor in ("foreach", "kernels"):
-            raise TypeError(f"{rule.name} is not compiled: its {rule.eager}")
-        executor = "eager"
     if rule.whole is not None and write:
         launches: list[Launch] = []
         if executor in ("auto", "kernels"):
@@ -157,13 +155,15 @@ def _plan_kernels(rule: Rule, updates: list[Update], write: bool) -> list[Launch
     direct = list(compress(updates, fit))
     in_one_call = isinstance(run, ListKernel | TritonListKernel)
     for batch in split_twins(direct) if in_one_call else [direct]:
+        parts = [batch]
+        if (listed and means) or "z" in rule.given:
+            most = DRAWN if "z" in rule.given else MEASURED
+            parts = list(chunks(batch, most, lambda u: u.slot.numel))
         if listed:
-            parts = [batch]
-            if means:
-                parts = list(chunks(batch, MEASURED, lambda u: u.slot.numel))
             launches += [ListLaunch(rule, part, write, lists) for part in parts]
-        else:
-            same = grouped(batch, lambda u: u.at).values()
+            continue
+        for part in parts:
+            same = grouped(part, lambda u: u.at).values()
             launches += [KernelLaunch(rule, x, write, kernels) for x in same]
     return launches
 
@@ -184,21 +184,22 @@ def _kernel(
     p, *rest = slot.dtypes if decodes else slot.decoded
     dtypes, codes = (p, u.g.dtype, *rest), slot.codes if decodes else ()
     choices = rule, u.scalars.statics, write, slot.in_place, dtypes, u.g.device
-    key = KernelKey(*choices, codes=codes)
+    key = KernelKey(*choices, codes=codes, given=u.given_dtypes)
     widens = around and has_means and widens_gradients(slot, u.g)
     if widens:
         key = key._replace(dtypes=(p, torch.float32, *rest))
     # Inductor stores 16 halves under a mask, and waits for that at the next vector's load.
     mixed = len({*map(is_low, (p, *rest))}) > 1
     listed = has_list_kernels(u.g.device)
-    if mixed and listed and slot.in_place and write and not has_means:
+    simple = write and not has_means and not u.given
+    if mixed and listed and slot.in_place and simple:
         result = kernel(key._replace(in_place=False), u.scalars.scalars)
         wide = compute_dtype(u.g.dtype, *slot.dtypes)
         count = len(u.scalars.array(wide))
         if isinstance(result, ListKernel) and may_replace(result, count, wide, key.dtypes):
-            return replacing(result, arguments_of(slot, write, True, widens))
+            return replacing(result, arguments_of(slot, write, True, widens, 0))
     result = kernel(key._replace(round=measures), u.scalars.scalars)
     if around and isinstance(result, ListKernel):
-        arguments = arguments_of(slot, write, measures is None, widens)
-        return ListKernel(*result.made_of, arguments)
+        own = arguments_of(slot, write, measures is None, widens, len(u.given))
+        return ListKernel(*result.made_of, own)
     return result

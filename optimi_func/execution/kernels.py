@@ -28,6 +28,7 @@ from optimi_func.core.leaf import (
     leaf_step,
     taking,
     whole_means,
+    with_given,
 )
 from optimi_func.core.packed import fill, is_capturing
 from optimi_func.core.rule import Rule, Scalars
@@ -68,6 +69,7 @@ class KernelKey(NamedTuple):
     # Fields of the state that the kernel itself decodes: two tensors each.
     codes: tuple[bool, ...] = ()
     shape: tuple[int, ...] = ()  # of the example of a kernel that maps whole tensors
+    given: tuple[torch.dtype, ...] = ()  # of the last tensors: see `Rule.given`
 
     @property
     def compensated(self) -> bool:
@@ -84,7 +86,7 @@ class KernelKey(NamedTuple):
         """Return a name for profiles and logs."""
         kinds = (str(d).removeprefix("torch.") for d in dict.fromkeys(self.dtypes))
         flags = [f for f in ("write", "in_place", "compensated") if getattr(self, f)]
-        statics = [str(s) for s in self.statics if s is not None]
+        statics = [str(s) for s in self.statics if isinstance(s, bool)]
         part = [] if self.round is None else ["mean" + "2" * self.round]
         codes = ["codes"] if any(self.codes) else []
         sizes = list(map(str, self.shape))
@@ -152,7 +154,8 @@ _COMPILERS = r"(torch|torchgen|functorch|triton|sympy|mpmath|networkx|optimi_fun
 
 def _is_large(key: KernelKey) -> bool:
     """Return True if the code may have more arguments than a list kernel takes."""
-    return 2 * len(key.dtypes) + 2 >= MOST  # each read and written, scalars, the length
+    # Each read and written, what is given besides, the scalars and the length.
+    return 2 * len(key.dtypes) + len(key.given) + 2 >= MOST
 
 
 def _threads(key: KernelKey) -> int:
@@ -267,11 +270,12 @@ def _example(key: KernelKey, count: int, length: int) -> list[Tensor]:
     scales = scale_places(key.codes, 2)
     lengths = [length // key.row if i in scales else length for i in range(len(key.dtypes))]
     flat = [torch.ones(n, dtype=d, device=key.device) for n, d in zip(lengths, key.dtypes)]
+    given = [torch.ones(length, dtype=d, device=key.device) for d in key.given]
     tensors = in_rows(flat, key.row)
     targets = [] if key.in_place else [x.clone() for x in [tensors[0], *tensors[2:]]]
     size = count + sum(s is None for s in key.statics)
     numbers = torch.ones(size, dtype=compute_dtype(*key.dtypes), device=key.device)
-    return [numbers, *tensors, *targets]
+    return [numbers, *tensors, *targets, *in_rows(given, key.row)]
 
 
 def _body(key: KernelKey, spec: pytree.TreeSpec) -> Kernel:
@@ -279,7 +283,8 @@ def _body(key: KernelKey, spec: pytree.TreeSpec) -> Kernel:
 
     def run(numbers: Tensor, *tensors: Tensor) -> None:
         values = numbers.unbind()
-        scalars = fill(key.statics, spec, values)
+        end = len(tensors) - len(key.given)
+        scalars = with_given(rule, fill(key.statics, spec, values), tensors[end:])
         p, g, *rest = tensors[:inputs]
         leaf = leaf_of(rule, key.codes, [p, *rest])
         known = values[key.statics.count(None) :]
@@ -291,7 +296,7 @@ def _body(key: KernelKey, spec: pytree.TreeSpec) -> Kernel:
             return
         take = taking(rule, known, whole_means)
         new = leaf_step(rule, leaf, g, scalars, key.write, take)
-        write_back(flat_leaf(leaf) if key.in_place else tensors[inputs:], new)
+        write_back(flat_leaf(leaf) if key.in_place else tensors[inputs:end], new)
 
     return run
 

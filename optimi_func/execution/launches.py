@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from optimi_func.core.codes import same_order
-from optimi_func.core.distributed import ShardSpec, all_reduce_sum
+from optimi_func.core.distributed import ShardSpec, all_reduce_sum, to_local
 from optimi_func.core.leaf import (
     compute_dtype,
     count_means,
 )
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.packed import ALIGNMENT
+from optimi_func.core.philox import drawn
 from optimi_func.core.program import Room
 from optimi_func.core.rule import Rule
 from optimi_func.execution.cpp import PIECE
@@ -54,6 +55,7 @@ class Launch:
         p, *rest = zip(*[u.slot.addresses for u in updates]) if self._in_place else [()]
         self._fixed = array("q", p), array("q", chain.from_iterable(rest))
         self._aligned = all([u.aligned for u in updates])
+        self._given = bool(first.given)
         # The number of means in each round that is measured before `run`, and the number
         # of elements of each tensor, which a rule with `measure` knows before that.
         self.rounds = count_means(rule, first.scalars.scalars.rates, write)
@@ -106,6 +108,16 @@ class Launch:
         if self._aligned:
             return grads
         return list(map(_align, self.pick(columns.own[0]), grads))
+
+    def given(self, columns: Columns) -> list[list[Tensor]]:
+        """Pick what is given besides, in the parameters' memory order."""
+        lists: list[list[Tensor]] = []
+        params = self.pick(columns.own[0])
+        for column in map(self.pick, columns.given if self._given else ()):
+            if column[0] is not None:
+                tensors = to_local(drawn(column, self.dtype))
+                lists.append(list(map(_align, params, tensors)))
+        return lists
 
     def measure(self, step: Step, known: Tensor | None) -> Tensor:
         """Return the means of the next round over the local tensors, a row for each.
@@ -214,7 +226,7 @@ def _over_shards(batch: list[Launch], found: list[Tensor]) -> list[Tensor]:
 def _align(p: Tensor, g: Tensor) -> Tensor:
     if same_order(p, g):
         return g.resolve_neg()
-    return torch.empty_like(p, dtype=g.dtype).copy_(g)
+    return torch.empty_like(p, dtype=g.dtype, requires_grad=False).copy_(g)
 
 
 class KernelLaunch(Launch):
@@ -246,6 +258,7 @@ class KernelLaunch(Launch):
         arguments = [p, grads, *state]
         if not self._in_place:
             arguments += self.read(columns.into)
+        arguments += self.given(columns)
         for row, *tensors in zip(values, *arguments):
             kernel(row, *tensors)
 
@@ -270,9 +283,11 @@ class KernelLaunch(Launch):
         if not isinstance(kernel, TritonListKernel):
             self._call(kernel, columns, grads, values)
             return
-        if self._table is None or not self._in_place:
+        given = self.given(columns)
+        if self._table is None or not self._in_place or given:
             before, after = self._fixed if self._in_place else self.addresses(columns)
-            self._table = DeviceTable(grads[0].device, self.lengths, before + after)
+            table = before + after + addresses(chain.from_iterable(given))
+            self._table = DeviceTable(grads[0].device, self.lengths, table)
         kernel.run(values, self._table, addresses(grads))
 
 
@@ -291,7 +306,7 @@ class ListLaunch(Launch):
         self.kernels = kernels
         self._each = [u.at for u in updates]
         self._dithers, self._several = any(self._codes), {*self._each}
-        self.host = self._aligned and not self.rounds
+        self.host = self._aligned and not self.rounds and not self._given
         # For each piece that is measured, its row and its share of that.
         lengths = self.lengths
         measured = enumerate(lengths if self.rounds else ())
@@ -303,9 +318,12 @@ class ListLaunch(Launch):
             self._rows = torch.tensor([i for i, _ in starts], device="cpu")
             self._shares = torch.tensor(shares, dtype=torch.float64, device="cpu")
 
-    def _table(self, columns: Columns, grads: list[Tensor]) -> "array[int]":
+    def _table(
+        self, columns: Columns, grads: list[Tensor], given: list[list[Tensor]]
+    ) -> "array[int]":
         before, after = self._fixed if self._in_place else self.addresses(columns)
-        return before + addresses(grads) + after
+        table = before + addresses(grads) + after
+        return table + addresses(chain.from_iterable(given)) if given else table
 
     def measure(self, step: Step, known: Tensor | None) -> Tensor:
         """Return the means, which depend on neither threads nor the rest of the list."""
@@ -316,8 +334,9 @@ class ListLaunch(Launch):
             known = known[self._rows]
         buffer = rows(values, self._pieces, known, self.rounds[i])
         each = buffer.stride(0) * buffer.element_size()
-        # Gradients may be copies, which have to be alive until the kernel has run.
-        table = self._table(step.columns, grads)
+        # These may be copies, which have to be alive until the kernel has run.
+        given = self.given(step.columns)
+        table = self._table(step.columns, grads, given)
         self.kernels[i].run(buffer.data_ptr(), table, self.lengths, per_piece=each)
         means = buffer[:, -self.rounds[i] :]
         if self._pieces == count:
@@ -329,7 +348,8 @@ class ListLaunch(Launch):
         """Update the parameters."""
         packed, per_row = step.packed, 0
         own, grads = packed[self._at], self.aligned(step.columns)
-        table = self._table(step.columns, grads)
+        given = self.given(step.columns) if self._given else []
+        table = self._table(step.columns, grads, given)
         if known is None and all(map(_on_host, packed)):
             if len(self._several) == 1:
                 values = own.array(self.dtype)

@@ -64,23 +64,29 @@ class Plan:
         """
         # A dispatch mode that watches single operations has to see them.
         watched = any_torch_dispatch_mode_on_stack()
-        (grads, own, _), packed, at, write, *_ = step
+        (grads, own, _, given), packed, at, write, *_ = step
         kind = executor, write, watched, packed[0].statics
         if len(packed) > 1:
             kind = *kind, tuple([x.statics for x in packed]), tuple(at)
+        inputs = grads
+        if given:
+            inputs = [x for x in chain(grads, *given) if isinstance(x, Tensor)]
         for guard, entry in self._known.get(kind, ()):
-            if guard.holds(grads):
+            if guard.holds(inputs):
                 return entry
         check()
         rows = enumerate(zip(self.slots, own[0], grads, at))
         updates = [Update(i, slot, p, g, k, packed[k]) for i, (slot, p, g, k) in rows]
+        if given:
+            rows = [tuple([x for x in row if x is not None]) for row in zip(*given)]
+            updates = [u._replace(given=row) for u, row in zip(updates, rows)]
         with kernel_context(grads[0].device if grads else torch.device("cpu")):
             launches = plan_launches(executor, self.rule, updates, write)
         if len(self._known) >= _KINDS:
             self._known.clear()
         result = launches, all([launch.host for launch in launches])
         last = self._known.get(kind, [])[:1]
-        self._known[kind] = [(Guard(grads, addresses=False), result), *last]
+        self._known[kind] = [(Guard(inputs, addresses=False), result), *last]
         return result
 
 

@@ -1,7 +1,7 @@
 """Slots and updates: the facts about a parameter that launches are planned by."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -10,9 +10,11 @@ from torch import Tensor
 
 from optimi_func.core.codes import is_dense, same_order
 from optimi_func.core.distributed import ShardSpec, shards_of
+from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.lists import grouped
 from optimi_func.core.owners import Holders
 from optimi_func.core.packed import Packed
+from optimi_func.core.philox import Noise
 from optimi_func.core.program import Room
 from optimi_func.core.rule import Rule
 from optimi_func.core.torch_private import is_plain
@@ -23,12 +25,14 @@ class Columns(NamedTuple):
     """The tensors of a step: lists with an item for each parameter.
 
     `own` are the parameters, the tensors of the state, and the compensations or None. The
-    results go `into` as many lists, which are `own` itself if the step is in place.
+    results go `into` as many lists, which are `own` itself if the step is in place. `given`
+    has a list for each name in `Rule.given`: tensors, Noise, and None for a number.
     """
 
     grads: list[Any]
     own: list[list[Any]]
     into: list[list[Any]]
+    given: Sequence[list[Any]] = ()
 
     @property
     def in_place(self) -> bool:
@@ -179,11 +183,23 @@ class Update(NamedTuple):
     g: Tensor
     at: int  # index of its scalars
     scalars: Packed
+    given: tuple[Tensor | Noise, ...] = ()  # what is given besides, but numbers
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """Return the gradient and the tensors that are given besides."""
+        return [self.g, *[x for x in self.given if isinstance(x, Tensor)]]
+
+    @property
+    def given_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Return the dtypes of what is given besides."""
+        wide = compute_dtype(self.g.dtype, *self.slot.dtypes)
+        return tuple([x.dtype if isinstance(x, Tensor) else wide for x in self.given])
 
     @property
     def aligned(self) -> bool:
-        """Return True if the gradient has the parameter's memory order."""
-        return same_order(self.p, self.g) and not self.g.is_neg()
+        """Return True if what a step reads has the parameter's memory order."""
+        return all([same_order(self.p, x) and not x.is_neg() for x in self.inputs])
 
     @property
     def can_be_cut(self) -> bool:
@@ -193,7 +209,7 @@ class Update(NamedTuple):
     @property
     def plain(self) -> bool:
         """Return True if a kernel can read everything from memory."""
-        return self.slot.plain and is_plain(self.g)
+        return self.slot.plain and all(map(is_plain, self.inputs))
 
 
 def alike(updates: list[Update], counted: bool, reduced: bool) -> list[list[Update]]:
@@ -203,7 +219,7 @@ def alike(updates: list[Update], counted: bool, reduced: bool) -> list[list[Upda
     """
 
     def kind(u: Update) -> tuple[object, ...]:
-        tensors = u.slot.dtypes, u.slot.columns, u.slot.dense
+        tensors = u.slot.dtypes, u.slot.columns, u.slot.dense, u.given_dtypes
         scalars = u.at if counted or u.slot.coded else u.scalars.statics
         where = u.g.dtype, u.g.device, reduced and u.slot.shard is not None
         return *tensors, u.plain, *where, scalars

@@ -116,7 +116,8 @@ class WholeLaunch(Launch):
         second: list[Update] = []
         for i, (u, d) in enumerate(zip(updates, directions)):
             own = self._of_directions(u.scalars), _of_moves(u.scalars)
-            first.append(Update(i, _with_direction(u.slot, u.p, d), u.p, u.g, u.at, own[0]))
+            slot = _with_direction(u.slot, u.p, d)
+            first.append(Update(i, slot, u.p, u.g, u.at, own[0], u.given))
             second.append(Update(i, _without_state(u.slot), u.p, d, u.at, own[1]))
         self._before = plan(self._first, first, False)  # compiles the kernels
         self._after = plan(gradient_rule, second, True)
@@ -149,7 +150,9 @@ class WholeLaunch(Launch):
         rows = map(list, zip(directions, *into[mapped]))
         # Directions come before the state, among the results too.
         lists = Columns(
-            self.pick(columns.grads), *[[x[0], directions, *x[1:]] for x in (own, into)]
+            self.pick(columns.grads),
+            *[[x[0], directions, *x[1:]] for x in (own, into)],
+            list(map(self.pick, columns.given)),
         )
         first = list(map(self._of_directions, packed))
         before = step._replace(columns=lists, packed=first, room=Room())
@@ -326,6 +329,7 @@ def _fits(rule: Rule, u: Update) -> bool:
     slot, p, wide = u.slot, u.p, compute_dtype(u.g.dtype, *u.slot.dtypes)
     whole = slot.shard is None and slot.holders is None and not slot.paired
     plain = u.can_be_cut and not slot.coded and p.is_contiguous() and p.numel() > 0
+    plain = plain and not u.given
     kept = slot.mapped is not None and all([dtype == wide for dtype, _ in slot.mapped])
     return p.device.type == "cpu" and p.dim() in EXAMPLES and whole and plain and kept
 

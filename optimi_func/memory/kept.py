@@ -184,13 +184,15 @@ def _joins(optimizer: BaseOptimizer, p: Tensor) -> bool:
     group = optimizer.group_of(p)
     bound = optimizer.bound_of(group, [p], group["capturable"])
     rule = bound.rule
-    alone = rule.whole or rule.given or count_means(rule, bound.rates_now)
+    alone = rule.whole or count_means(rule, bound.rates_now)
     return p.numel() <= JOINED and not alone
 
 
 def _has_kernel(rule: Rule, p: Tensor, entry: Mapping[str, object], device: str) -> bool:
     """Return True if the compiled step of p needs no temporaries."""
     kinds = {x.dtype for x in entry.values() if isinstance(x, Tensor)}
+    if "z" in rule.given:
+        return False
     if rule.whole is not None:  # as shaped kernels take it
         plain = p.dim() in EXAMPLES and p.is_contiguous() and kinds == {torch.float32}
         return plain and device == "cpu" and rule.whole.digest != ""

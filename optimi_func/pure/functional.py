@@ -24,6 +24,8 @@ from optimi_func.core.leaf import (
 )
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.packed import Packed
+from optimi_func.core.pairs import as_real_for
+from optimi_func.core.philox import Noise, drawn
 from optimi_func.core.program import step_now
 from optimi_func.core.rule import (
     DecayKind,
@@ -347,9 +349,9 @@ class FunctionalOptimizer(Kept):
         self,
         tree: FlatTree,
         rewrite: Rewrite | None,
-        extras: list[dict[str, Tensor]] | None = None,
+        extras: list[dict[str, Tensor | Noise]] | None = None,
     ) -> tuple[PyTree, TreeState]:
-        """Step; `extras` are further coefficients of each leaf, by name."""
+        """Step; `extras` are what the rule is given besides for each leaf, by name."""
         if not torch.compiler.is_compiling():
             self.warn(tree)
         scalars, at, running, cast = self._now(tree)
@@ -375,7 +377,9 @@ class FunctionalOptimizer(Kept):
             wide = leaf_dtype(leaf, g)
             now = cast(scalars[at[i]], wide, p.device)
             if extras is not None:
-                now = now._replace(coeffs=now.coeffs._replace(**extras[i]))
+                given = [as_real_for(p, x) for x in drawn([*extras[i].values()], wide)]
+                own = dict(zip(extras[i], given))
+                now = now._replace(coeffs=now.coeffs._replace(**own))
             results[i] = half(self.rule, leaf, g, now, True, take, wide)
         if rewrite is not None:
             moves = [results.get(i, (None, p, None)) for i, p in enumerate(tree.leaves)]

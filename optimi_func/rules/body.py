@@ -29,6 +29,7 @@ from optimi_func.classes.base import BaseOptimizer
 from optimi_func.classes.fields import EMPTY, Field, Params, made_field, read
 from optimi_func.classes.groups import TORCHS
 from optimi_func.core.checks import bind_call, shown
+from optimi_func.core.philox import Noise
 from optimi_func.core.rule import DecayKind, PyTree, Rates, Rule, Scalar, StorageLike
 from optimi_func.core.storage import storage_of
 from optimi_func.core.torch_private import constant_in_graphs
@@ -192,7 +193,7 @@ class OwnRule(FunctionalOptimizer):
             return self._step(tree, rewrite)
         leaf_extras: list[dict[str, Any]] = [{} for _ in tree.leaves]
         for i, p in enumerate(tree.leaves if "z" in self.rule.given else ()):
-            leaf_extras[i]["z"] = cast(Any, self).seed, state.step, i, p
+            leaf_extras[i]["z"] = Noise(cast(Any, self).seed, state.step, i, p)
         for name, extra in extras.items():
             rows, at = broadcast(name, extra, tree)
             for i, p in enumerate(tree.leaves):

@@ -219,16 +219,15 @@ def _step(
     tree = _checked(optimizer, params, grads, state)
     rule, states = optimizer.rule, tree.states
     names, columns = _columns(rule, tree.leaves, tree.grads, states)
-    running = chain.from_iterable(map(_running, states))
-    own = [state.step, *running, *_present(columns.own[1:])]
+    counts = [state.step, *chain.from_iterable(map(_running, states))]
+    own = counts + _present(columns.own[1:])
     if torch.is_grad_enabled():
         _check_undifferentiated(optimizer, tree, own)
+    plans = _plans(tree, counts, columns, rule, in_place, *names)
     tensors = own + tree.leaves
-    plans = _plans(rule, tree, names, columns, tensors, in_place)
     plan = next((plan for guard, plan in plans or () if guard.holds(tensors)), None)
-    places = range(len(states))
-    if _NONE in set(map(type, tree.grads)):
-        places = [i for i, g in enumerate(tree.grads) if g is not None]
+    places = [i for i, g in enumerate(tree.grads) if g is not None]
+    if len(places) < len(states):
         lists = [[column[i] for i in places] for column in columns.own]
         columns = Columns([tree.grads[i] for i in places], lists, lists)
     with kernel_context(state.step.device):
@@ -282,21 +281,14 @@ def _uncompiled(optimizer: FunctionalOptimizer) -> str:
 
 
 def _plans(
-    rule: Rule,
-    tree: FlatTree,
-    names: list[str],
-    columns: Columns,
-    tensors: list[Tensor],
-    in_place: bool,
+    tree: FlatTree, counts: list[Tensor], columns: Columns, *how: object
 ) -> list[tuple[Guard, Plan]] | None:
     """Return the plans of trees of a kind, or None: DTensors or a GPU's have none."""
-    kinds = set(map(type, tensors + tree.grads))
+    kinds = tuple(map(type, chain(counts, columns.grads, *columns.own)))
     if not (_TENSORS.issuperset(kinds) and tree.leaves[0].is_cpu):
         return None
-    missing = map(_missing, [columns.grads, *columns.own[1:]])
     # Kernels of one tensor are compiled for a number of threads.
-    how = in_place, torch.get_num_threads(), *names
-    return _known((tree.spec, rule, *how, *missing))
+    return _known((tree.spec, kinds, torch.get_num_threads(), *how))
 
 
 def _columns(
@@ -312,14 +304,6 @@ def _columns(
         fields = [[entry.get(name) for entry in entries] for name in names]
     own = [ps, *fields, list(map(_comp, states))]
     return names, Columns(gs, own, own)
-
-
-def _missing(column: list[object]) -> tuple[int, ...] | None:
-    """Return the places of None, or None if it is everywhere."""
-    kinds = set(map(type, column))
-    if kinds == {_NONE}:
-        return None
-    return tuple([i for i, x in enumerate(column) if x is None] if _NONE in kinds else ())
 
 
 def _present(lists: list[list[Any]]) -> list[Tensor]:

@@ -15,7 +15,6 @@ import torch
 
 from optimi_func import optimizers
 from optimi_func.execution import cpp, kernels, store
-from optimi_func.execution.list_kernel import ListKernel
 
 
 def _warm(made: Any, dtype: torch.dtype, options: dict[str, Any]) -> list[str]:
@@ -28,7 +27,8 @@ def _warm(made: Any, dtype: torch.dtype, options: dict[str, Any]) -> list[str]:
             p.grad = torch.ones_like(p)
             optimizer.step()
         found = kernels.forget()
-    own = [x for x, made in found.items() if isinstance(made, ListKernel) and made.loaded]
+    paths = {x: getattr(made, "made_of", ("",))[0] for x, made in found.items()}
+    own = [x for x, path in paths.items() if path.startswith(store.LOADED)]
     return sorted(found.keys() - own if store.find(cpp.native_key()) else found)
 
 

@@ -24,7 +24,6 @@ from torch import Tensor
 from optimi_func.core.codes import NEAREST
 from optimi_func.execution.codecs import Argument, with_halves_apart
 from optimi_func.execution.cpp import MOST, SLOT, SLOTS, address, native
-from optimi_func.execution.store import LOADED
 
 TRIAL = 1003  # elements of a trial, which no vector divides
 
@@ -42,7 +41,6 @@ class ListKernel:
         self, path: str, roles: list[int], widths: list[int], ours: Sequence[Argument] = ()
     ) -> None:
         self.made_of = path, roles, widths
-        self.loaded = path.startswith(LOADED)  # from the store
         code = ctypes.cast(ctypes.CDLL(path).kernel, ctypes.c_void_p).value or 0
         # C++ reads these arrays by their addresses, so they live as long as the kernel.
         self._roles, self._widths = array("q", roles), array("q", widths)

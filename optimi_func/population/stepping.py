@@ -74,7 +74,7 @@ def vmap_step(
     ) -> tuple[PyTree, PyTree]:
         check_optimizer(optimizer, hyper)
         args = {"params": params, "grads": grads, "state": state, "hyper": dict(hyper)}
-        axes = (*in_axes, *(0 for _ in extras))
+        axes = in_axes + (0,) * len(extras)
 
         def member(p: PyTree, g: PyTree, s: PyTree, h: Hyper, *given: PyTree) -> object:
             by_name = dict(zip(extras, given))
@@ -222,7 +222,7 @@ def _over_members(
             f"in_axes={in_axes!r} has {len(in_axes)} entries: allowed are one for all, or "
             f"one for each of {len(data)} data"
         )
-    axes = (*(0 for _ in args), *in_axes)
+    axes = (0,) * len(args) + in_axes
     args |= {f"data[{i}]": x for i, x in enumerate(data)}
     placed = place(args, axes)
     if torch.compiler.is_compiling():

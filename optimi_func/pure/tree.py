@@ -84,18 +84,25 @@ def _unflatten_leaf(tensors: Iterable[Tensor], context: _Kinds) -> LeafState:
     return LeafState(kind(*tensors[:count]), comp, running(*tensors[count:]))
 
 
+def _names_of_kinds(context: _Kinds) -> list[object]:
+    """Return what torch.export writes: the names of the classes."""
+    names = [(kind.__module__, kind.__qualname__) for kind in context[:2]]
+    return [*names, context[2]]
+
+
+def _kinds_of_names(dumped: list[Any]) -> tuple[Any, ...]:
+    kinds = [attrgetter(name)(sys.modules[module]) for module, name in dumped[:2]]
+    return *kinds, dumped[2]
+
+
 torch.serialization.add_safe_globals([LeafState, NoRunning, NoState])
 pytree.register_pytree_node(
     LeafState,
     _flatten_leaf,
     _unflatten_leaf,
     serialized_type_name="optimi_func.functional.LeafState",
-    # torch.export writes the names of the classes.
-    to_dumpable_context=lambda c: [*((x.__module__, x.__qualname__) for x in c[:2]), c[2]],
-    from_dumpable_context=lambda d: (
-        *(attrgetter(n)(sys.modules[m]) for m, n in d[:2]),
-        d[2],
-    ),
+    to_dumpable_context=_names_of_kinds,
+    from_dumpable_context=_kinds_of_names,
     flatten_with_keys_fn=_flatten_leaf_with_keys,
 )
 

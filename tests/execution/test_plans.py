@@ -60,7 +60,7 @@ def plans(optimizer: Any) -> list[Plan]:
 
 def launches(optimizer: Any) -> list[Launch]:
     (plan,) = plans(optimizer)
-    (((_, (found, _)), *_),) = plan._known.values()
+    ((_, (found, _)),) = plan._known.values()
     return found
 
 

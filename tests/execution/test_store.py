@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import optimi_func
+from optimi_func import warm
 from optimi_func.core import rule as rules
 from optimi_func.execution import cpp, kernels, store
 from optimi_func.execution.kernels import _compile as compile_kernel
@@ -551,7 +552,8 @@ def alone(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def are_loaded() -> set[bool]:
     """Return whether this process's kernels came from the store, and forget them."""
-    return {x.loaded for x in kernels.forget().values()}  # type: ignore[attr-defined]
+    made: Any = kernels.forget().values()
+    return {x.made_of[0].startswith(store.LOADED) for x in made}
 
 
 @pytest.mark.kernels
@@ -628,6 +630,13 @@ def test_a_new_process_loads_no_compiler(place: Path, tmp_path: Path) -> None:
     (cold, *loaded), warm = said
     assert warm == [cold] and "torch._dynamo" in loaded
     assert not (tmp_path / "1").exists()
+
+
+@pytest.mark.full
+def test_warm_finds_the_kernels_of_every_kind_that_it_kept(alone: Path) -> None:
+    """Adafactor's take whole matrices."""
+    assert warm._warm(optimi_func.Adafactor, torch.float32, {}) == []
+    assert len(list(alone.iterdir())) == 2
 
 
 COUNTS = """

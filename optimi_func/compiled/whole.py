@@ -270,9 +270,11 @@ def _update(
     small = [i for i in grads if params[i].numel() < SMALL]
     large = [i for i in grads if params[i].numel() >= SMALL]
     most = sum(params[i].numel() for i in grads) // UPDATES
-    calls = list(chunks(large, most, lambda i: params[i].numel())) if large else []
-    for its in [*calls, small] if small else calls:
-        update_(loss, its, grad_scale, [grads[i] for i in its], [params[i] for i in its])
+    for its in [*chunks(large, most, lambda i: params[i].numel()), small]:
+        if its:
+            update_(
+                loss, its, grad_scale, [grads[i] for i in its], [params[i] for i in its]
+            )
 
 
 def _chosen(x: Tensor, opaque_true: Tensor) -> Tensor:

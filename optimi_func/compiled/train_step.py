@@ -15,7 +15,6 @@ from optimi_func.compiled.whole import (
     Outcome,
     Program,
     StepGraph,
-    TracedUpdate,
     no_grad_context,
 )
 from optimi_func.core import torch_private
@@ -205,7 +204,7 @@ class PureStep:
     def __init__(self, settings: _Settings, optimizer: PureOptimizer) -> None:
         self._settings = settings
         self._optimizer = optimizer
-        self._step_graphs: dict[pytree.TreeSpec, StepGraph] = {}
+        self._step_graph = StepGraph(settings.accumulate, settings.clip_global_norm)
 
     def init(
         self, params: PyTree = None, buffers: PyTree = None, **options: Unpack[InitOptions]
@@ -303,14 +302,11 @@ class PureStep:
         buffers, buffers_spec = pytree.tree_flatten(state.buffers)
         flat, spec = pytree.tree_flatten(without_none(state.optimizer))
         params = [p.detach() for p in params]
-        program = Program(settings.model, settings.loss_fn, params_spec, buffers_spec)
-        if spec not in self._step_graphs:
-            traced = _traced_update(optimizer, params_spec, spec)
-            accumulate, clip = settings.accumulate, settings.clip_global_norm
-            self._step_graphs[spec] = StepGraph(accumulate, clip, traced)
-        graph = self._step_graphs[spec]
+        common = settings.model, settings.loss_fn, params_spec, buffers_spec
         if not isinstance(optimizer, FunctionalOptimizer):
-            return graph.step(program, params, buffers, flat, batch)
+            program = Program(*common, optimizer, spec)
+            return self._step_graph.step(program, params, buffers, flat, batch)
+        program = Program(*common, None, spec)
         tree_state = cast(TreeState, state.optimizer)
         tree = pytree.tree_unflatten(params, params_spec)
         # The graph makes gradients like their parameters, so these are checked instead.
@@ -320,31 +316,10 @@ class PureStep:
 
         parts: dict[int, Part] = {}
         with running(lambda *given: parts.update(steps.update(*given)), params):
-            outcome = graph.step(program, params, buffers, [], batch)
+            outcome = self._step_graph.step(program, params, buffers, [], batch)
         steps.finish_step(parts)
         tree_state.step.add_(1.0)
         return outcome
-
-
-def _traced_update(
-    optimizer: PureOptimizer, params_spec: pytree.TreeSpec, state_spec: pytree.TreeSpec
-) -> TracedUpdate | None:
-    """Return a transform's step on flat lists, or None if kernels take the step."""
-    if isinstance(optimizer, FunctionalOptimizer):
-        return None
-
-    def update(
-        params: list[Tensor], grads: list[Tensor | None], state: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        new_params, new_state = optimizer.step(
-            pytree.tree_unflatten(params, params_spec),
-            pytree.tree_unflatten(grads, params_spec),
-            pytree.tree_unflatten(state, state_spec),
-        )
-        leaves = pytree.tree_leaves
-        return leaves(without_none(new_params)), leaves(without_none(new_state))
-
-    return update
 
 
 class ClassStep:
@@ -353,7 +328,7 @@ class ClassStep:
     def __init__(self, settings: _Settings, optimizer: torch.optim.Optimizer) -> None:
         self._settings = settings
         self._optimizer: Any = optimizer
-        self._step_graph = StepGraph(settings.accumulate, settings.clip_global_norm, None)
+        self._step_graph = StepGraph(settings.accumulate, settings.clip_global_norm)
         self._params()
 
     def __call__(self, batch: PyTree) -> Outcome:
@@ -369,7 +344,7 @@ class ClassStep:
             optimizer.bound_of(group, group["params"])  # raises for its numbers
         params, spec = pytree.tree_flatten(named)
         buffers, buffers_spec = pytree.tree_flatten(dict(module.named_buffers()))
-        program = Program(module, self._settings.loss_fn, spec, buffers_spec)
+        program = Program(module, self._settings.loss_fn, spec, buffers_spec, None, None)
 
         parts: dict[Tensor, Part] = {}
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,13 +20,13 @@ from optimi_func.compiled.update_op import read_before_written, update_
 from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.lists import chunks
 from optimi_func.core.math import total_norm
-from optimi_func.core.rule import PyTree
+from optimi_func.core.rule import PureOptimizer, PyTree
 from optimi_func.core.torch_private import clip_factor, norms_of
 from optimi_func.execution.cpp import with_vectors
 from optimi_func.execution.executors import SMALL
 from optimi_func.execution.inductor import torch_compile
 from optimi_func.execution.kernels import with_own_code_object
-from optimi_func.pure.tree import path_of
+from optimi_func.pure.tree import path_of, without_none
 
 # Parameters are updated in about this many calls a step. More calls cost host time. Fewer
 # hold more memory, because a gradient waits until all gradients of its call are ready.
@@ -51,20 +51,16 @@ class Outcome(NamedTuple):
     norm: Tensor | None  # 0-d: of all gradients, before clipping; None without clipping
 
 
-# (params, gradients or None, flat state) -> (new params, new flat state)
-TracedUpdate: TypeAlias = Callable[
-    [list[Tensor], list[Tensor | None], list[Tensor]], tuple[list[Tensor], list[Tensor]]
-]
-
-
 @dataclass(frozen=True)
 class Program:
-    """A model and a loss on flat lists of tensors."""
+    """A model, a loss and perhaps a transform on flat lists of tensors."""
 
     model: Callable[..., PyTree]
     loss_fn: Callable[[PyTree, PyTree], PyTree]
     params: pytree.TreeSpec
     buffers: pytree.TreeSpec
+    transform: PureOptimizer | None  # whose step is traced, else kernels take it
+    state: pytree.TreeSpec | None
 
     def __call__(
         self, params: list[Tensor], buffers: list[Tensor], batch: PyTree
@@ -97,10 +93,8 @@ def arguments(batch: PyTree) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
 class StepGraph:
     """The graphs of a train_step."""
 
-    def __init__(
-        self, accumulate: int, clip: float | None, update: TracedUpdate | None
-    ) -> None:
-        self.accumulate, self.clip, self.update = accumulate, clip, update
+    def __init__(self, accumulate: int, clip: float | None) -> None:
+        self.accumulate, self.clip = accumulate, clip
         self._graphs: dict[object, Callable[..., tuple[Outcome, Sequence[int]]]] = {}
         # The arguments of the running call, and the error of its dry run.
         self._now: tuple[Program, Inputs] | None = None
@@ -146,7 +140,7 @@ class StepGraph:
         self, program: Program, inputs: Inputs, sums: list[Tensor] | None, last: bool
     ) -> tuple[Outcome, Sequence[int]]:
         """Run a graph, and return the indices of the buffers that it writes, too."""
-        key = (program.params, program.buffers, last)
+        key = (program.params, program.buffers, program.state, last)
         graph = self._graphs.get(key)
         self._now, self._error = (program, inputs), None
         try:
@@ -195,28 +189,16 @@ class StepGraph:
                 for i, g in grads.items():
                     sums[i].add_(g)
                 grads = {i: sums[i] for i in grads}
-            norm = self._move(inputs, grads, loss, opaque_true) if last else None
+            norm = None
+            if last:
+                grad_scale, norm = self._grad_scale(list(grads.values()))
+                if program.transform is None:
+                    _update(grads, inputs.params, grad_scale, loss)
+                else:
+                    _transform(program, inputs, grads, grad_scale, opaque_true)
             return Outcome(loss, aux, norm), found.mutated_buffers
 
         return body
-
-    def _move(
-        self, inputs: Inputs, grads: dict[int, Tensor], loss: Tensor, opaque_true: Tensor
-    ) -> Tensor | None:
-        """Update the parameters that have gradients, and return the norm of these."""
-        params, state = inputs.params, inputs.state
-        grad_scale, norm = self._grad_scale(list(grads.values()))
-        if self.update is None:
-            _update(grads, params, grad_scale, loss)
-            return norm
-        if grad_scale is not None:
-            grads = {i: g * grad_scale for i, g in grads.items()}
-        new = self.update(params, [grads.get(i) for i in range(len(params))], state)
-        # All are read before one is written: a new state may be an old parameter.
-        copies = [_chosen(x, opaque_true) for x in [*new[0], *new[1]]]
-        for old, x in zip([*params, *state], copies):
-            old.copy_(x)
-        return norm
 
     def _grad_scale(self, grads: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
         """Return the factor on gradients or their sums, and the norm of their mean."""
@@ -275,6 +257,27 @@ def _update(
             update_(
                 loss, its, grad_scale, [grads[i] for i in its], [params[i] for i in its]
             )
+
+
+def _transform(
+    program: Program,
+    inputs: Inputs,
+    grads: dict[int, Tensor],
+    grad_scale: Tensor | None,
+    opaque_true: Tensor,
+) -> None:
+    """Take the step of a transform, which is traced into the graph."""
+    assert program.transform is not None and program.state is not None
+    scaled = {i: g if grad_scale is None else g * grad_scale for i, g in grads.items()}
+    given = [scaled.get(i) for i in range(len(inputs.params))]
+    params = pytree.tree_unflatten(inputs.params, program.params)
+    given = pytree.tree_unflatten(given, program.params)
+    state = pytree.tree_unflatten(inputs.state, program.state)
+    new = program.transform.step(params, given, state)
+    # All are read before one is written: a new state may be an old parameter.
+    copies = [_chosen(x, opaque_true) for x in pytree.tree_leaves(without_none(new))]
+    for old, x in zip([*inputs.params, *inputs.state], copies):
+        old.copy_(x)
 
 
 def _chosen(x: Tensor, opaque_true: Tensor) -> Tensor:

@@ -18,7 +18,13 @@ from optimi_func.compiled.whole import (
     no_grad_context,
 )
 from optimi_func.core import torch_private
-from optimi_func.core.checks import check_apart, check_runs_kernels, is_expanded
+from optimi_func.core.checks import (
+    check_apart,
+    check_flag,
+    check_runs_kernels,
+    check_whole,
+    is_expanded,
+)
 from optimi_func.core.rule import InitOptions, Microbatch, PureOptimizer, PyTree, check_pure
 from optimi_func.core.torch_private import is_plain
 from optimi_func.execution.sums import Part
@@ -176,18 +182,13 @@ def _check(settings: _Settings) -> None:
         raise TypeError(f"loss_fn={loss_fn!r}: allowed is {allowed}") from None
     except ValueError:
         pass  # a builtin without a signature
-    integer = isinstance(accumulate, int) and not isinstance(accumulate, bool)
-    if not integer or accumulate < 1:
-        raise (ValueError if integer else TypeError)(
-            f"accumulate={accumulate!r}: allowed are integers, at least 1"
-        )
+    check_whole("accumulate", accumulate, 1)
     number = isinstance(clip, Real | None) and not isinstance(clip, bool)
     if not number or (clip is not None and not float(clip) > 0.0):
         raise (ValueError if number else TypeError)(
             f"clip_global_norm={clip!r}: allowed are positive numbers and None"
         )
-    if not isinstance(donate, bool):
-        raise TypeError(f"donate={donate!r}: allowed are True and False")
+    check_flag("donate", donate)
     module = settings.module()
     modules = () if module is None else module.modules()
     # Only the wrapper can be recognised. The module inside of it is trained alone.

@@ -157,7 +157,6 @@ class StepGraph:
             self._graphs[key] = graph
             return result
         except Exception:
-            # The compiler wraps an exception that was raised while it traced.
             if self._error is None:
                 raise
             raise self._error from None
@@ -178,7 +177,7 @@ class StepGraph:
                 return dry_run(program, inputs.params, inputs.buffers, inputs.batch)
             except Exception as error:
                 self._error = error
-                raise
+                raise RuntimeError("the dry run failed") from None  # Dynamo rewrites it
 
         def body(
             inputs: Inputs, sums: list[Tensor] | None

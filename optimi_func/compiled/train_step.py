@@ -11,12 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from optimi_func.compiled.update_op import running
-from optimi_func.compiled.whole import (
-    Outcome,
-    Program,
-    StepGraph,
-    no_grad_context,
-)
+from optimi_func.compiled.whole import Outcome, Program, StepGraph
 from optimi_func.core import torch_private
 from optimi_func.core.checks import (
     check_apart,
@@ -247,7 +242,7 @@ class PureStep:
             )
         self._check_names(state)
         self._check_tensors(without_none(state))
-        with no_grad_context():
+        with torch.inference_mode(False), torch.no_grad():
             if not self._settings.donate:
                 state = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), state)
             return state, self._step(state, batch)
@@ -263,15 +258,11 @@ class PureStep:
                     f"{name}={type(tree).__name__}: allowed is a dict by name, because "
                     "model_or_fn is a module"
                 )
-        ours = dict(module.named_parameters())
-        for name in state.params:
-            if name not in ours:
-                raise ValueError(f"params[{name!r}] is no parameter of model_or_fn")
-        names = sorted(name for name, _ in module.named_buffers())
-        if sorted(state.buffers) != names:
-            raise ValueError(
-                f"buffers has the names {sorted(state.buffers)}, and model_or_fn {names}"
-            )
+        for name in state.params.keys() - dict(module.named_parameters()).keys():
+            raise ValueError(f"params[{name!r}] is no parameter of model_or_fn")
+        ours, given = sorted(dict(module.named_buffers())), sorted(state.buffers)
+        if given != ours:
+            raise ValueError(f"buffers has the names {given}, and model_or_fn {ours}")
 
     def _check_tensors(self, state: TrainState) -> None:
         """Raise if a leaf is no tensor, or cannot be overwritten if donate=True."""
@@ -355,7 +346,7 @@ class ClassStep:
             moved = [params[i] for i in places]
             parts.update(optimizer.update(moved, grads, microbatches, True, True))
 
-        with no_grad_context(), running(update, params):
+        with torch.inference_mode(False), torch.no_grad(), running(update, params):
             detached = [p.detach() for p in params]
             outcome = self._step_graph.step(program, detached, buffers, [], batch)
             optimizer.finish_step(parts)

@@ -4,8 +4,7 @@ Hyperparameters are not in a graph. Inductor orders a graph for the least memory
 update of a parameter follows its gradient and frees it.
 """
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -70,7 +69,9 @@ class Program:
         b = pytree.tree_unflatten(buffers, self.buffers)
         if isinstance(self.model, torch.nn.Module):
             tensors = {**p, **b}
-            args, kwargs = arguments(batch)
+            x = batch[0] if isinstance(batch, tuple | list) else batch
+            args = x if isinstance(x, tuple) else (x,)
+            args, kwargs = ((), x) if isinstance(x, dict) else (args, {})
             output = functional_call(self.model, tensors, args, kwargs)
             # A forward may replace a buffer; functional_call puts the new one here.
             b = {name: tensors[name] for name in b}
@@ -79,15 +80,6 @@ class Program:
         result = self.loss_fn(output, batch)
         loss, aux = result if type(result) is tuple and len(result) == 2 else (result, None)
         return loss, aux, pytree.tree_leaves(b)
-
-
-def arguments(batch: PyTree) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-    """Return the arguments and keywords that a module is called with."""
-    if isinstance(batch, tuple | list):
-        batch = batch[0]
-    if isinstance(batch, dict):
-        return (), batch
-    return (batch if isinstance(batch, tuple) else (batch,)), {}
 
 
 class StepGraph:
@@ -133,7 +125,7 @@ class StepGraph:
         for j in mutated:
             buffers[j].copy_(new[j])
         losses, aux, norms = zip(*outcomes)
-        aux = None if aux[0] is None else pytree.tree_map(_stacked, *aux)
+        aux = None if aux[0] is None else pytree.tree_map(lambda *xs: torch.stack(xs), *aux)
         return Outcome(torch.stack(losses).mean(), aux, norms[-1])
 
     def _run(
@@ -297,15 +289,3 @@ def split(batch: PyTree, parts: int) -> list[PyTree]:
             )
         pieces.append(x.chunk(parts) if divides else [x] * parts)
     return [pytree.tree_unflatten(part, spec) for part in zip(*pieces)]
-
-
-def _stacked(*parts: Tensor) -> Tensor:
-    return torch.stack(parts)
-
-
-@contextmanager
-def no_grad_context() -> Generator[None]:
-    """Enter torch.no_grad and leave inference_mode; autocast is left as it is."""
-    inference = torch.is_inference_mode_enabled()
-    with torch.inference_mode(False) if inference else nullcontext(), torch.no_grad():
-        yield

@@ -59,7 +59,7 @@ class Program:
     params: pytree.TreeSpec
     buffers: pytree.TreeSpec
     transform: PureOptimizer | None  # whose step is traced, else kernels take it
-    state: pytree.TreeSpec | None
+    state: pytree.TreeSpec | None  # of the optimizer; part of what a graph is for
 
     def __call__(
         self, params: list[Tensor], buffers: list[Tensor], batch: PyTree

@@ -743,7 +743,7 @@ def test_a_rehearsal_draws_nothing_and_writes_nothing() -> None:
     buffers, buffers_spec = pytree.tree_flatten(dict(model.named_buffers()))
     (batch,) = batches(1, dtype=torch.float32)
     seed, before = torch.get_rng_state(), copy.deepcopy(model.state_dict())
-    program = Program(model, mean_loss, spec, buffers_spec)
+    program = Program(model, mean_loss, spec, buffers_spec, None, None)
     found = dry_run(program, params, buffers, batch)
     assert isinstance(found, DryRun)
     assert [list(names)[i] for i in range(len(names)) if i not in found.used_params] == [

@@ -21,12 +21,11 @@ from optimi_func.core.rule import PyTree
 
 
 class DryRun(NamedTuple):
-    """The results of a dry run; all but `aux` are indices."""
+    """The indices that a dry run found."""
 
     used_params: tuple[int, ...]  # parameters that the loss depends on
     mutated_buffers: tuple[int, ...]  # buffers that the forward writes
     aliased_aux: tuple[int, ...]  # leaves of aux that share memory with a parameter
-    aux: pytree.TreeSpec | None  # of loss_fn's aux
 
 
 def dry_run(
@@ -48,7 +47,7 @@ def dry_run(
         if not loss.requires_grad:
             raise ValueError("loss_fn returned a loss that depends on no parameter")
         grads: Any = torch.autograd.grad(loss, leaves, allow_unused=True)
-    items, spec = ([], None) if aux is None else pytree.tree_flatten(aux)
+    items = [] if aux is None else pytree.tree_leaves(aux)
     for x in items:
         if not isinstance(x, Tensor):
             raise TypeError(f"loss_fn returned {x!r} as aux: allowed are trees of tensors")
@@ -60,9 +59,7 @@ def dry_run(
     ]
     memory = {p.untyped_storage()._cdata for p in leaves}
     aliased = [x.untyped_storage()._cdata in memory for x in items]
-    return DryRun(
-        _where([g is not None for g in grads]), _where(mutated), _where(aliased), spec
-    )
+    return DryRun(_where([g is not None for g in grads]), _where(mutated), _where(aliased))
 
 
 def _where(flags: list[bool]) -> tuple[int, ...]:

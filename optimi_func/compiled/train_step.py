@@ -11,15 +11,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from optimi_func.compiled.update_op import running
-from optimi_func.compiled.whole import (
-    Outcome,
-    Program,
-    StepGraph,
-    TracedUpdate,
-    no_grad_context,
-)
+from optimi_func.compiled.whole import Outcome, Program, StepGraph
 from optimi_func.core import torch_private
-from optimi_func.core.checks import check_apart, check_runs_kernels, is_expanded
+from optimi_func.core.checks import (
+    check_apart,
+    check_flag,
+    check_runs_kernels,
+    check_whole,
+    is_expanded,
+)
 from optimi_func.core.rule import InitOptions, Microbatch, PureOptimizer, PyTree, check_pure
 from optimi_func.core.torch_private import is_plain
 from optimi_func.execution.sums import Part
@@ -177,18 +177,13 @@ def _check(settings: _Settings) -> None:
         raise TypeError(f"loss_fn={loss_fn!r}: allowed is {allowed}") from None
     except ValueError:
         pass  # a builtin without a signature
-    integer = isinstance(accumulate, int) and not isinstance(accumulate, bool)
-    if not integer or accumulate < 1:
-        raise (ValueError if integer else TypeError)(
-            f"accumulate={accumulate!r}: allowed are integers, at least 1"
-        )
+    check_whole("accumulate", accumulate, 1)
     number = isinstance(clip, Real | None) and not isinstance(clip, bool)
     if not number or (clip is not None and not float(clip) > 0.0):
         raise (ValueError if number else TypeError)(
             f"clip_global_norm={clip!r}: allowed are positive numbers and None"
         )
-    if not isinstance(donate, bool):
-        raise TypeError(f"donate={donate!r}: allowed are True and False")
+    check_flag("donate", donate)
     module = settings.module()
     modules = () if module is None else module.modules()
     # Only the wrapper can be recognised. The module inside of it is trained alone.
@@ -205,7 +200,7 @@ class PureStep:
     def __init__(self, settings: _Settings, optimizer: PureOptimizer) -> None:
         self._settings = settings
         self._optimizer = optimizer
-        self._step_graphs: dict[pytree.TreeSpec, StepGraph] = {}
+        self._step_graph = StepGraph(settings.accumulate, settings.clip_global_norm)
 
     def init(
         self, params: PyTree = None, buffers: PyTree = None, **options: Unpack[InitOptions]
@@ -247,7 +242,7 @@ class PureStep:
             )
         self._check_names(state)
         self._check_tensors(without_none(state))
-        with no_grad_context():
+        with torch.inference_mode(False), torch.no_grad():
             if not self._settings.donate:
                 state = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), state)
             return state, self._step(state, batch)
@@ -263,15 +258,11 @@ class PureStep:
                     f"{name}={type(tree).__name__}: allowed is a dict by name, because "
                     "model_or_fn is a module"
                 )
-        ours = dict(module.named_parameters())
-        for name in state.params:
-            if name not in ours:
-                raise ValueError(f"params[{name!r}] is no parameter of model_or_fn")
-        names = sorted(name for name, _ in module.named_buffers())
-        if sorted(state.buffers) != names:
-            raise ValueError(
-                f"buffers has the names {sorted(state.buffers)}, and model_or_fn {names}"
-            )
+        for name in state.params.keys() - dict(module.named_parameters()).keys():
+            raise ValueError(f"params[{name!r}] is no parameter of model_or_fn")
+        ours, given = sorted(dict(module.named_buffers())), sorted(state.buffers)
+        if given != ours:
+            raise ValueError(f"buffers has the names {given}, and model_or_fn {ours}")
 
     def _check_tensors(self, state: TrainState) -> None:
         """Raise if a leaf is no tensor, or cannot be overwritten if donate=True."""
@@ -303,14 +294,11 @@ class PureStep:
         buffers, buffers_spec = pytree.tree_flatten(state.buffers)
         flat, spec = pytree.tree_flatten(without_none(state.optimizer))
         params = [p.detach() for p in params]
-        program = Program(settings.model, settings.loss_fn, params_spec, buffers_spec)
-        if spec not in self._step_graphs:
-            traced = _traced_update(optimizer, params_spec, spec)
-            accumulate, clip = settings.accumulate, settings.clip_global_norm
-            self._step_graphs[spec] = StepGraph(accumulate, clip, traced)
-        graph = self._step_graphs[spec]
+        common = settings.model, settings.loss_fn, params_spec, buffers_spec
         if not isinstance(optimizer, FunctionalOptimizer):
-            return graph.step(program, params, buffers, flat, batch)
+            program = Program(*common, optimizer, spec)
+            return self._step_graph.step(program, params, buffers, flat, batch)
+        program = Program(*common, None, spec)
         tree_state = cast(TreeState, state.optimizer)
         tree = pytree.tree_unflatten(params, params_spec)
         # The graph makes gradients like their parameters, so these are checked instead.
@@ -320,31 +308,10 @@ class PureStep:
 
         parts: dict[int, Part] = {}
         with running(lambda *given: parts.update(steps.update(*given)), params):
-            outcome = graph.step(program, params, buffers, [], batch)
+            outcome = self._step_graph.step(program, params, buffers, [], batch)
         steps.finish_step(parts)
         tree_state.step.add_(1.0)
         return outcome
-
-
-def _traced_update(
-    optimizer: PureOptimizer, params_spec: pytree.TreeSpec, state_spec: pytree.TreeSpec
-) -> TracedUpdate | None:
-    """Return a transform's step on flat lists, or None if kernels take the step."""
-    if isinstance(optimizer, FunctionalOptimizer):
-        return None
-
-    def update(
-        params: list[Tensor], grads: list[Tensor | None], state: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        new_params, new_state = optimizer.step(
-            pytree.tree_unflatten(params, params_spec),
-            pytree.tree_unflatten(grads, params_spec),
-            pytree.tree_unflatten(state, state_spec),
-        )
-        leaves = pytree.tree_leaves
-        return leaves(without_none(new_params)), leaves(without_none(new_state))
-
-    return update
 
 
 class ClassStep:
@@ -353,7 +320,7 @@ class ClassStep:
     def __init__(self, settings: _Settings, optimizer: torch.optim.Optimizer) -> None:
         self._settings = settings
         self._optimizer: Any = optimizer
-        self._step_graph = StepGraph(settings.accumulate, settings.clip_global_norm, None)
+        self._step_graph = StepGraph(settings.accumulate, settings.clip_global_norm)
         self._params()
 
     def __call__(self, batch: PyTree) -> Outcome:
@@ -369,7 +336,7 @@ class ClassStep:
             optimizer.bound_of(group, group["params"])  # raises for its numbers
         params, spec = pytree.tree_flatten(named)
         buffers, buffers_spec = pytree.tree_flatten(dict(module.named_buffers()))
-        program = Program(module, self._settings.loss_fn, spec, buffers_spec)
+        program = Program(module, self._settings.loss_fn, spec, buffers_spec, None, None)
 
         parts: dict[Tensor, Part] = {}
 
@@ -379,7 +346,7 @@ class ClassStep:
             moved = [params[i] for i in places]
             parts.update(optimizer.update(moved, grads, microbatches, True, True))
 
-        with no_grad_context(), running(update, params):
+        with torch.inference_mode(False), torch.no_grad(), running(update, params):
             detached = [p.detach() for p in params]
             outcome = self._step_graph.step(program, detached, buffers, [], batch)
             optimizer.finish_step(parts)

@@ -27,20 +27,6 @@ from optimi_func.core.rule import WHOLE_BATCH, Microbatch
 Update: TypeAlias = Callable[[Sequence[int], list[Tensor], list[Microbatch]], None]
 
 
-def update_(
-    after: Tensor,
-    places: list[int],
-    grad_scale: Tensor | None,
-    grads: list[Tensor],
-    params: list[Tensor],
-) -> None:
-    """Update parameters at this point of the graph, by the update that `running` sets.
-
-    `after` is computed first, so that an error in it leaves everything unwritten.
-    """
-    torch.ops.optimi_func.update_(after, places, grad_scale, grads, params)
-
-
 @functools.cache
 def read_before_written() -> None:
     """Make Inductor compute expressions that read a parameter before `update_` writes it.
@@ -61,19 +47,18 @@ def read_before_written() -> None:
     from torch._inductor.virtualized import V
     from torch._library.utils import get_layout_constraint_tag
 
-    update = torch.ops.optimi_func.update_.default
     layout = lowering.tag_to_layout_constraint(
-        get_layout_constraint_tag(update, with_default=True)
+        get_layout_constraint_tag(update_, with_default=True)
     )
-    lowering.make_fallback(update, layout_constraint=layout)
-    call = lowering.lowerings[update]
+    lowering.make_fallback(update_, layout_constraint=layout)
+    call = lowering.lowerings[update_]
 
     def lower(*args: Any) -> object:
         for p in args[-1]:
             V.graph.mark_buffer_mutated(p.get_name())
         return call(*args)
 
-    lowering.lowerings[update] = lower
+    lowering.lowerings[update_] = lower
 
 
 @contextmanager
@@ -96,6 +81,10 @@ def _update(
     grads: Sequence[Tensor],
     params: Sequence[Tensor],
 ) -> None:
+    """Update parameters at this point of the graph, by the update that `running` sets.
+
+    `after` is computed first, so that an error in it leaves everything unwritten.
+    """
     del after
     update, owned = _running.get()
     # If the graph reads the old value of a parameter later, the compiler passes a copy, and
@@ -126,3 +115,4 @@ _library.define(
 )
 _library.impl("update_", _update, "CompositeExplicitAutograd")
 torch.library.register_fake("optimi_func::update_", lambda *_: None, lib=_library)
+update_ = torch.ops.optimi_func.update_.default

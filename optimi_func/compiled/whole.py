@@ -4,11 +4,10 @@ Hyperparameters are not in a graph. Inductor orders a graph for the least memory
 update of a parameter follows its gradient and frees it.
 """
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,13 +19,13 @@ from optimi_func.compiled.update_op import read_before_written, update_
 from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.lists import chunks
 from optimi_func.core.math import total_norm
-from optimi_func.core.rule import PyTree
+from optimi_func.core.rule import PureOptimizer, PyTree
 from optimi_func.core.torch_private import clip_factor, norms_of
 from optimi_func.execution.cpp import with_vectors
 from optimi_func.execution.executors import SMALL
 from optimi_func.execution.inductor import torch_compile
 from optimi_func.execution.kernels import with_own_code_object
-from optimi_func.pure.tree import path_of
+from optimi_func.pure.tree import path_of, without_none
 
 # Parameters are updated in about this many calls a step. More calls cost host time. Fewer
 # hold more memory, because a gradient waits until all gradients of its call are ready.
@@ -47,25 +46,20 @@ class Outcome(NamedTuple):
     """The results of a training step without the new state."""
 
     loss: Tensor  # 0-d; the mean over the parts of the batch
-    # The aux that loss_fn returned, or None; stacked over the parts. Of a graph its leaves.
-    aux: PyTree
+    aux: PyTree  # that loss_fn returned, or None; stacked over the parts
     norm: Tensor | None  # 0-d: of all gradients, before clipping; None without clipping
-
-
-# (params, gradients or None, flat state) -> (new params, new flat state)
-TracedUpdate: TypeAlias = Callable[
-    [list[Tensor], list[Tensor | None], list[Tensor]], tuple[list[Tensor], list[Tensor]]
-]
 
 
 @dataclass(frozen=True)
 class Program:
-    """A model and a loss on flat lists of tensors."""
+    """A model, a loss and perhaps a transform on flat lists of tensors."""
 
     model: Callable[..., PyTree]
     loss_fn: Callable[[PyTree, PyTree], PyTree]
     params: pytree.TreeSpec
     buffers: pytree.TreeSpec
+    transform: PureOptimizer | None  # whose step is traced, else kernels take it
+    state: pytree.TreeSpec | None  # of the optimizer; part of what a graph is for
 
     def __call__(
         self, params: list[Tensor], buffers: list[Tensor], batch: PyTree
@@ -75,7 +69,9 @@ class Program:
         b = pytree.tree_unflatten(buffers, self.buffers)
         if isinstance(self.model, torch.nn.Module):
             tensors = {**p, **b}
-            args, kwargs = arguments(batch)
+            x = batch[0] if isinstance(batch, tuple | list) else batch
+            args = x if isinstance(x, tuple) else (x,)
+            args, kwargs = ((), x) if isinstance(x, dict) else (args, {})
             output = functional_call(self.model, tensors, args, kwargs)
             # A forward may replace a buffer; functional_call puts the new one here.
             b = {name: tensors[name] for name in b}
@@ -86,31 +82,15 @@ class Program:
         return loss, aux, pytree.tree_leaves(b)
 
 
-def arguments(batch: PyTree) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-    """Return the arguments and keywords that a module is called with."""
-    if isinstance(batch, tuple | list):
-        batch = batch[0]
-    if isinstance(batch, dict):
-        return (), batch
-    return (batch if isinstance(batch, tuple) else (batch,)), {}
-
-
-class DryRunChanged(Exception):
-    """A new trace of a model uses other parameters or buffers than the dry run."""
-
-
 class StepGraph:
     """The graphs of a train_step."""
 
-    def __init__(
-        self, accumulate: int, clip: float | None, update: TracedUpdate | None
-    ) -> None:
-        self.accumulate, self.clip, self.update = accumulate, clip, update
-        self._found: dict[object, DryRun] = {}
-        self._graphs: dict[object, Callable[..., Outcome]] = {}
-        # The arguments of the running call, for a dry run if its graph is traced again.
+    def __init__(self, accumulate: int, clip: float | None) -> None:
+        self.accumulate, self.clip = accumulate, clip
+        self._graphs: dict[object, Callable[..., tuple[Outcome, Sequence[int]]]] = {}
+        # The arguments of the running call, and the error of its dry run.
         self._now: tuple[Program, Inputs] | None = None
-        self._changed: DryRun | None = None
+        self._error: Exception | None = None
 
     def step(
         self,
@@ -131,148 +111,85 @@ class StepGraph:
         parts = split(batch, self.accumulate)
         opaque_true = torch.ones((), dtype=torch.bool, device=params[0].device)
         inputs = Inputs(params, buffers, state, opaque_true, parts[0])
-        kind = _kind(program, parts[0])
-        if kind not in self._found:
-            self._found[kind] = _dry_run(program, inputs)
-        dry = self._found[kind]
-        try:
-            outputs = self._run_parts(program, dry, inputs, parts)
-        except DryRunChanged:
-            # The trace has made a dry run of the model as it is now: compile for that.
-            assert self._changed is not None
-            dry = self._found[kind] = self._changed
-            outputs = self._run_parts(program, dry, inputs, parts)
-        except Exception:
-            # The user may correct the model, which may then use other parameters.
-            del self._found[kind]
-            raise
-        aux = None if dry.aux is None else pytree.tree_unflatten(outputs.aux, dry.aux)
-        return outputs._replace(aux=aux)
-
-    def _run_parts(
-        self, program: Program, dry: DryRun, inputs: Inputs, parts: list[PyTree]
-    ) -> Outcome:
         if self.accumulate == 1:
-            return self._run(program, dry, inputs, None, True)
-        used_params, mutated_buffers, *_ = dry
-        params = [inputs.params[i] for i in used_params]
+            return self._run(program, inputs, None, True)[0]
         sums = [torch.zeros_like(p, dtype=compute_dtype(p.dtype)) for p in params]
         # The buffers are written last, because the last part's graph may fail to compile.
-        buffers = [x.clone() for x in inputs.buffers]
-        part_inputs = inputs._replace(buffers=buffers)
-        outputs: list[Outcome] = []
-        for i, batch in enumerate(parts):
-            part_inputs = part_inputs._replace(batch=batch)
-            outputs.append(self._run(program, dry, part_inputs, sums, i + 1 == len(parts)))
-        for j in mutated_buffers:
-            inputs.buffers[j].copy_(buffers[j])
-        aux = [torch.stack(xs) for xs in zip(*[x.aux for x in outputs])]
-        loss = torch.stack([x.loss for x in outputs]).mean()
-        return Outcome(loss, aux, outputs[-1].norm)
+        new = [x.clone() for x in buffers]
+        outcomes: list[Outcome] = []
+        mutated: Sequence[int] = ()
+        for i, part in enumerate(parts):
+            inputs = inputs._replace(buffers=new, batch=part)
+            outcome, mutated = self._run(program, inputs, sums, i + 1 == len(parts))
+            outcomes.append(outcome)
+        for j in mutated:
+            buffers[j].copy_(new[j])
+        losses, aux, norms = zip(*outcomes)
+        aux = None if aux[0] is None else pytree.tree_map(lambda *xs: torch.stack(xs), *aux)
+        return Outcome(torch.stack(losses).mean(), aux, norms[-1])
 
     def _run(
-        self,
-        program: Program,
-        dry: DryRun,
-        inputs: Inputs,
-        sums: list[Tensor] | None,
-        last: bool,
-    ) -> Outcome:
-        key = (program.params, program.buffers, dry, last)
+        self, program: Program, inputs: Inputs, sums: list[Tensor] | None, last: bool
+    ) -> tuple[Outcome, Sequence[int]]:
+        """Run a graph, and return the indices of the buffers that it writes, too."""
+        key = (program.params, program.buffers, program.state, last)
         graph = self._graphs.get(key)
-        self._now, self._changed = (program, inputs), None
+        self._now, self._error = (program, inputs), None
         try:
             if graph is not None:
                 return graph(inputs, sums)
-            body = with_own_code_object(self._body(program, dry, last), "train_step")
+            body = with_own_code_object(self._body(program, last), "train_step")
             # With fallback_random dropout draws the masks of an eager run. It needs static
             # shapes.
             options = {"dynamic": False, "options": {"fallback_random": True}}
             read_before_written()
             graph = torch_compile(body, options)
             # Nothing has run if this error of the compiler is raised.
-            outputs = with_vectors(partial(graph, inputs, sums), "CppCompileError")
+            result = with_vectors(partial(graph, inputs, sums), "CppCompileError")
             self._graphs[key] = graph
-            return outputs
+            return result
         except Exception:
-            # The compiler wraps an exception that was raised while it traced.
-            if self._changed is None:
+            if self._error is None:
                 raise
-            raise DryRunChanged from None
+            raise self._error from None
         finally:
-            self._now = None
+            self._now = self._error = None
 
     def _body(
-        self, program: Program, dry: DryRun, last: bool
-    ) -> Callable[[Inputs, list[Tensor] | None], Outcome]:
-        traced: list[bool] = []
-
+        self, program: Program, last: bool
+    ) -> Callable[[Inputs, list[Tensor] | None], tuple[Outcome, Sequence[int]]]:
         @torch.compiler.assume_constant_result
-        def confirm() -> bool:
-            # Dynamo calls this while it traces. It traces again if the model has changed,
-            # and the loss may then depend on other parameters.
-            if traced and self._now is not None:
-                result = _dry_run(*self._now)
-                if result != dry:
-                    self._changed = result
-                    raise DryRunChanged
-            traced.append(True)
-            return True
+        def dry() -> DryRun:
+            # Dynamo calls this whenever it traces: also if the model has changed, whose
+            # loss may then depend on other parameters.
+            assert self._now is not None
+            program, inputs = self._now
+            try:
+                check_unscaled(program.loss_fn)
+                return dry_run(program, inputs.params, inputs.buffers, inputs.batch)
+            except Exception as error:
+                self._error = error
+                raise RuntimeError("the dry run failed") from None  # Dynamo rewrites it
 
-        used_params, mutated_buffers, aliased_aux, _ = dry
-
-        def body(inputs: Inputs, sums: list[Tensor] | None) -> Outcome:
-            confirm()
-            params, buffers, _, opaque_true, batch = inputs
-
-            def compute(moving: list[Tensor]) -> tuple[Tensor, object]:
-                full, all_buffers = list(params), list(buffers)
-                for i, p in zip(used_params, moving):
-                    full[i] = p
-                for j in mutated_buffers:
-                    all_buffers[j] = buffers[j].clone()
-                loss, aux, after = program(full, all_buffers, batch)
-                items = [] if aux is None else pytree.tree_leaves(aux)
-                return loss, (items, [after[j] for j in mutated_buffers])
-
-            moving = [params[i] for i in used_params]
-            grads, (loss, (aux, after)) = grad_and_value(compute, has_aux=True)(moving)
-            # Every write depends on the loss, so that nothing is written if the forward
-            # fails on its data (an index out of range).
-            opaque_true = opaque_true | loss.isnan()
-            loss = _chosen(loss, opaque_true)
-            for i in aliased_aux:
-                aux[i] = _chosen(aux[i], opaque_true)
-            for j, new in zip(mutated_buffers, after):
-                buffers[j].copy_(_chosen(new, opaque_true))
+        def body(
+            inputs: Inputs, sums: list[Tensor] | None
+        ) -> tuple[Outcome, Sequence[int]]:
+            found = dry()
+            loss, aux, grads, opaque_true = _forward_and_backward(program, inputs, found)
             if sums is not None:
-                for total, g in zip(sums, grads):
-                    total.add_(g)
-                grads = sums
-            if not last:
-                return Outcome(loss, aux, None)
-            places = dict(zip(used_params, grads))
-            return Outcome(loss, aux, self._move(inputs, places, loss, opaque_true))
+                for i, g in grads.items():
+                    sums[i].add_(g)
+                grads = {i: sums[i] for i in grads}
+            norm = None
+            if last:
+                grad_scale, norm = self._grad_scale(list(grads.values()))
+                if program.transform is None:
+                    _update(grads, inputs.params, grad_scale, loss)
+                else:
+                    _transform(program, inputs, grads, grad_scale, opaque_true)
+            return Outcome(loss, aux, norm), found.mutated_buffers
 
         return body
-
-    def _move(
-        self, inputs: Inputs, grads: dict[int, Tensor], loss: Tensor, opaque_true: Tensor
-    ) -> Tensor | None:
-        """Update the parameters that have gradients, and return the norm of these."""
-        params, state = inputs.params, inputs.state
-        grad_scale, norm = self._grad_scale(list(grads.values()))
-        if self.update is None:
-            _update(grads, params, grad_scale, loss)
-            return norm
-        if grad_scale is not None:
-            grads = {i: g * grad_scale for i, g in grads.items()}
-        new = self.update(params, [grads.get(i) for i in range(len(params))], state)
-        # All are read before one is written: a new state may be an old parameter.
-        copies = [_chosen(x, opaque_true) for x in [*new[0], *new[1]]]
-        for old, x in zip([*params, *state], copies):
-            old.copy_(x)
-        return norm
 
     def _grad_scale(self, grads: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
         """Return the factor on gradients or their sums, and the norm of their mean."""
@@ -283,6 +200,36 @@ class StepGraph:
             return torch.full((), share, dtype=grads[0].dtype, device=grads[0].device), None
         norm = total_norm(norms_of(grads)) * share
         return clip_factor(self.clip, norm) * share, norm
+
+
+def _forward_and_backward(
+    program: Program, inputs: Inputs, found: DryRun
+) -> tuple[Tensor, PyTree, dict[int, Tensor], Tensor]:
+    """Return the loss, aux and gradients, and True, on which every write has to depend."""
+    params, buffers, _, opaque_true, batch = inputs
+
+    def compute(moving: list[Tensor]) -> tuple[Tensor, object]:
+        full, all_buffers = list(params), list(buffers)
+        for i, p in zip(found.used_params, moving):
+            full[i] = p
+        for j in found.mutated_buffers:
+            all_buffers[j] = buffers[j].clone()
+        loss, aux, after = program(full, all_buffers, batch)
+        trees = [] if aux is None else [aux]
+        return loss, (trees, [after[j] for j in found.mutated_buffers])
+
+    moving = [params[i] for i in found.used_params]
+    grads, (loss, (trees, after)) = grad_and_value(compute, has_aux=True)(moving)
+    # Nothing is written if the forward fails on its data (an index out of range).
+    opaque_true = opaque_true | loss.isnan()
+    loss = _chosen(loss, opaque_true)
+    items, spec = pytree.tree_flatten(trees)
+    for i in found.aliased_aux:
+        items[i] = _chosen(items[i], opaque_true)
+    aux = pytree.tree_unflatten(items, spec)[0] if trees else None
+    for j, new in zip(found.mutated_buffers, after):
+        buffers[j].copy_(_chosen(new, opaque_true))
+    return loss, aux, dict(zip(found.used_params, grads)), opaque_true
 
 
 def _update(
@@ -296,9 +243,32 @@ def _update(
     small = [i for i in grads if params[i].numel() < SMALL]
     large = [i for i in grads if params[i].numel() >= SMALL]
     most = sum(params[i].numel() for i in grads) // UPDATES
-    calls = list(chunks(large, most, lambda i: params[i].numel())) if large else []
-    for its in [*calls, small] if small else calls:
-        update_(loss, its, grad_scale, [grads[i] for i in its], [params[i] for i in its])
+    for its in [*chunks(large, most, lambda i: params[i].numel()), small]:
+        if its:
+            update_(
+                loss, its, grad_scale, [grads[i] for i in its], [params[i] for i in its]
+            )
+
+
+def _transform(
+    program: Program,
+    inputs: Inputs,
+    grads: dict[int, Tensor],
+    grad_scale: Tensor | None,
+    opaque_true: Tensor,
+) -> None:
+    """Take the step of a transform, which is traced into the graph."""
+    assert program.transform is not None and program.state is not None
+    scaled = {i: g if grad_scale is None else g * grad_scale for i, g in grads.items()}
+    given = [scaled.get(i) for i in range(len(inputs.params))]
+    params = pytree.tree_unflatten(inputs.params, program.params)
+    given = pytree.tree_unflatten(given, program.params)
+    state = pytree.tree_unflatten(inputs.state, program.state)
+    new = program.transform.step(params, given, state)
+    # All are read before one is written: a new state may be an old parameter.
+    copies = [_chosen(x, opaque_true) for x in pytree.tree_leaves(without_none(new))]
+    for old, x in zip([*inputs.params, *inputs.state], copies):
+        old.copy_(x)
 
 
 def _chosen(x: Tensor, opaque_true: Tensor) -> Tensor:
@@ -319,25 +289,3 @@ def split(batch: PyTree, parts: int) -> list[PyTree]:
             )
         pieces.append(x.chunk(parts) if divides else [x] * parts)
     return [pytree.tree_unflatten(part, spec) for part in zip(*pieces)]
-
-
-def _dry_run(program: Program, inputs: Inputs) -> DryRun:
-    check_unscaled(program.loss_fn)
-    return dry_run(program, inputs.params, inputs.buffers, inputs.batch)
-
-
-def _kind(program: Program, batch: PyTree) -> tuple[object, ...]:
-    leaves, spec = pytree.tree_flatten(batch)
-    shapes = [(x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves]
-    model = program.model
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    modes = [module.training for module in modules]
-    return program.params, program.buffers, spec, tuple(shapes), tuple(modes)
-
-
-@contextmanager
-def no_grad_context() -> Generator[None]:
-    """Enter torch.no_grad and leave inference_mode; autocast is left as it is."""
-    inference = torch.is_inference_mode_enabled()
-    with torch.inference_mode(False) if inference else nullcontext(), torch.no_grad():
-        yield

@@ -524,14 +524,13 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "model_or_fn=<function", {"model_or_fn": function, "optimizer": of()}),
     (TypeError, "loss_fn=None", {"loss_fn": None}),
     (TypeError, "train_step got 3", {"optimizer": 3}),
-    *[(ValueError, f"accumulate={bad}", {"accumulate": bad}) for bad in (0, -1)],
-    *[(TypeError, f"accumulate={bad}", {"accumulate": bad}) for bad in (True, 2.0)],
+    *[(ValueError, f"accumulate={bad}", {"accumulate": bad}) for bad in (0, -1, True, 2.0)],
     *[
         (ValueError, f"clip_global_norm={bad}", {"clip_global_norm": bad})
         for bad in (0, -1.0, float("nan"))
     ],
     (TypeError, "clip_global_norm='1'", {"clip_global_norm": "1"}),
-    (TypeError, "donate=1", {"donate": 1}),
+    (TypeError, "donate=1.0", {"donate": 1.0}),
     (ValueError, "donate=False", {"optimizer": of(), "donate": False}),
     (ValueError, "compile=False", {"optimizer": of(compile=False)}),
     (ValueError, "foreach=True", {"optimizer": of(foreach=True)}),
@@ -571,7 +570,8 @@ def test_calls_are_refused_before_any_write() -> None:
     refused(TypeError, "loss_fn returned float", call(lambda out, b: 1.0))
     refused(TypeError, "loss_fn .*int64", call(lambda out, b: out.argmax()))
     refused(ValueError, "no parameter", call(lambda out, b: out.detach().sum()))
-    refused(TypeError, "1.5 as aux", call(lambda out, b: (out.sum(), 1.5)))
+    # The whole message: the compiler adds nothing to an error of the dry run.
+    refused(TypeError, r"1.5 as aux: allowed are .*$", call(lambda o, b: (o.sum(), 1.5)))
     refused(ValueError, "accumulate=3", call(plain_loss, accumulate=3))
     scaler = torch.amp.GradScaler("cpu")
     refused(ValueError, "GradScaler", call(lambda out, b: scaler.scale(out.sum())))
@@ -743,7 +743,7 @@ def test_a_rehearsal_draws_nothing_and_writes_nothing() -> None:
     buffers, buffers_spec = pytree.tree_flatten(dict(model.named_buffers()))
     (batch,) = batches(1, dtype=torch.float32)
     seed, before = torch.get_rng_state(), copy.deepcopy(model.state_dict())
-    program = Program(model, mean_loss, spec, buffers_spec)
+    program = Program(model, mean_loss, spec, buffers_spec, None, None)
     found = dry_run(program, params, buffers, batch)
     assert isinstance(found, DryRun)
     assert [list(names)[i] for i in range(len(names)) if i not in found.used_params] == [

@@ -1,6 +1,3 @@
-"""The optimizers, a file each: the rule, the pure optimizer as a value, the class.
-
-`optimi_func.functional` lists them.
-"""
+"""The optimizers, a file each: the rule, the value, the class. `functional` lists them."""
 
 from optimi_func.classes.base import BaseOptimizer as BaseOptimizer

@@ -30,13 +30,6 @@ from optimi_func.gradient_release import (
     prepare_for_gradient_release as prepare_for_gradient_release,
 )
 from optimi_func.gradient_release import remove_gradient_release as remove_gradient_release
-from optimi_func.optimizers import Mixed as Mixed
-from optimi_func.optimizers import MuonAdamW as MuonAdamW
-from optimi_func.optimizers import NorMuonAdamW as NorMuonAdamW
-from optimi_func.optimizers import hidden_matrices as hidden_matrices
-from optimi_func.pure.functional import FunctionalOptimizer as FunctionalOptimizer
-from optimi_func.pure.tree import LeafState as LeafState
-from optimi_func.pure.tree import TreeState as TreeState
 from optimi_func.pure.unrolling import Unrolled as Unrolled
 from optimi_func.pure.unrolling import detach as detach
 from optimi_func.pure.unrolling import unroll as unroll

@@ -25,7 +25,11 @@ from optimi_func.optimizers.adopt import *
 from optimi_func.optimizers.asgd import *
 from optimi_func.optimizers.lamb import *
 from optimi_func.optimizers.lion import *
+from optimi_func.optimizers.mixed import Mixed as Mixed
 from optimi_func.optimizers.muon import *
+from optimi_func.optimizers.muonadamw import MuonAdamW as MuonAdamW
+from optimi_func.optimizers.muonadamw import NorMuonAdamW as NorMuonAdamW
+from optimi_func.optimizers.muonadamw import hidden_matrices as hidden_matrices
 from optimi_func.optimizers.nadam import *
 from optimi_func.optimizers.normuon import *
 from optimi_func.optimizers.prodigy import *

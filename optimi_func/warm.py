@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from optimi_func import optimizers
+from optimi_func import functional
 from optimi_func.execution import cpp, kernels, store
 
 
@@ -39,7 +39,7 @@ def _option(text: str) -> tuple[str, object]:
 
 def main() -> None:
     """Warm the optimizers of the command line; exit with 1 if something was not kept."""
-    classes = {k: x for k, x in vars(optimizers).items() if hasattr(x, "factory")}
+    classes = {k: x for k, x in vars(functional).items() if hasattr(x, "factory")}
     dtypes = ("float32", "bfloat16", "float16", "float64")
     parser = argparse.ArgumentParser("python -m optimi_func.warm", description=__doc__)
     parser.add_argument("names", nargs="+", metavar="class", choices=classes)

@@ -1,8 +1,8 @@
 """Write the pages that are made: `make docs` does, before the site is built.
 
 docs/optimizers/ has a page an optimizer, docs/reference/ three pages of their names: neither
-is committed, and what nothing makes any more is removed. docs/benchmarks.md is, with its
-tables: they are brought up to date.
+is committed, and what nothing makes any more is removed. README.md and some pages are, with
+their tables: they are brought up to date.
 """
 
 from pathlib import Path
@@ -12,6 +12,8 @@ import optimizer_pages
 import reference_pages
 
 DOCS = Path(__file__).parents[1]
+# Under docs/: the pages with tables of optimizers.
+LISTS = ("../README.md", "choose.md")
 
 
 def files() -> dict[Path, str]:
@@ -24,6 +26,9 @@ def files() -> dict[Path, str]:
     made[Path("reference/compiled.md")] = reference_pages.compiled_steps()
     for name in benchmark_tables.PAGES:
         made[Path(name)] = benchmark_tables.filled((DOCS / name).read_text())
+    choose = (DOCS / "choose.md").read_text()
+    for name in LISTS:
+        made[Path(name)] = optimizer_pages.filled((DOCS / name).read_text(), choose)
     return made
 
 

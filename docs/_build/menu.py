@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+# The table is made by `optimizer_pages.glance`.
 ROW = re.compile(r"^\| \[`(\w+)`\]\((optimizers/\w+\.md)\)", re.M)
 
 

@@ -2,13 +2,13 @@
 
 The list is the package's (`optimi_func.functional`). A page's intuition, update, arguments
 and paper are the class docstring's, its bytes those of a state that is made here, and what
-no program knows is in _notes/<name>.md: a few `key: value` lines for the examples, then the
-sections of the page.
+no program knows is in _notes/<name>.md: `key: value` lines for the examples and for the
+tables of all optimizers in README.md and docs/choose.md, then the sections of the page.
 """
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
@@ -21,61 +21,15 @@ from optimi_func import FunctionalOptimizer, Storage, functional
 from optimi_func.optimizers import BaseOptimizer
 
 NOTES = Path(__file__).parents[1] / "_notes"
+KEYS = ("lr", "for", "state")
 SECTIONS = ("When, and when not", "Usual ranges", "Coming from elsewhere")
 
-# In what a number is measured, by its name or by the optimizer's and its own.
-UNITS = {
-    "lr": "parameter, a step",
-    "sgd.lr": "parameter², of the loss",
-    "schedule_free_sgd.lr": "parameter², of the loss",
-    "muon.lr": "of each element, as AdamW's",
-    "lamb.lr": "share of a tensor's norm, a step",
-    "prodigy.lr": "factor on d",
-    "beta3": "share, of 1; remembers 1 / (1 - b) steps",
-    "d0": "parameter, a step",
-    "d_coef": "factor on d",
-    "growth_rate": "factor on d, a step",
-    "betas": "share, of 1; remembers 1 / (1 - b) steps",
-    "momentum": "share, of 1; remembers 1 / (1 - momentum) steps",
-    "weight_decay": "share, times lr, a step",
-    "eps": "gradient",
-    "muon.eps": "norm of a gradient",
-    "normuon.lr": "of each element, as AdamW's",
-    "normuon.eps": "norm of a gradient",
-    "row_beta": "share, of 1; remembers 1 / (1 - row_beta) steps",
-    "adafactor.eps": "gradient², and parameter",
-    "clip_threshold": "RMS of a direction",
-    "decay_rate": "power of the step count",
-    "adopt.eps": "gradient",
-    "dampening": "share, of 1",
-    "alpha": "share, of 1",
-    "ademamix.alpha": "ratio of two means",
-    "rmsprop.alpha": "share, of 1; remembers 1 / (1 - alpha) steps",
-    "asgd.alpha": "power of the step count",
-    "adadelta.lr": "factor on a step",
-    "adadelta.eps": "gradient², and parameter²",
-    "asgd.lr": "parameter², of the loss",
-    "rho": "share, of 1; remembers 1 / (1 - rho) steps",
-    "lr_decay": "share of lr, a step",
-    "initial_accumulator_value": "gradient²",
-    "momentum_decay": "power of 0.96, a step",
-    "lambd": "share, times the step size, a step",
-    "t0": "steps",
-    "etas": "factor on a step size",
-    "step_sizes": "parameter, a step",
-    "alpha_warmup": "steps",
-    "beta3_warmup": "steps",
-    "warmup_steps": "steps",
-    "shampoo_beta": "share, of 1; remembers 1 / (1 - b) steps",
-    "precondition_frequency": "steps",
-    "max_precond_dim": "length of a side",
-    "r": "power of the step count",
-    "weight_lr_power": "power of the largest lr",
-    "k": "steps",
-    "ns_steps": "iterations",
-    "split": "rows",
-}
-
+# What the text of a number says it is measured in.
+MEASURES = re.compile(
+    r"\b(steps?|shares?|factor|multiplied by|power|exponent|norm|RMS|roots?|gradients?|sizes?|"
+    r"squared|side|rows|rate|how (much|far|fast))\b",
+    re.IGNORECASE,
+)
 # dtype of the parameters, `storage`, and what it is called here.
 STORAGES: list[tuple[torch.dtype, Any, str]] = [
     (torch.float32, None, "float32"),
@@ -125,8 +79,11 @@ class Documented:
 class Note:
     """The sections about an optimizer that are written by hand."""
 
-    lr: str
-    options: str
+    lr: str  # in the examples
+    lr_unit: str
+    options: str  # in the examples
+    purpose: str
+    state: str
     text: dict[str, str]
 
     @classmethod
@@ -140,15 +97,17 @@ class Note:
         if not path.exists():
             raise SystemExit(
                 f"{name} has no note: write docs/_notes/{name}.md, as lion.md is beside "
-                f"it: a line `lr: ...` and the sections {', '.join(SECTIONS)}"
+                f"it: lines of {', '.join(KEYS)} and the sections {', '.join(SECTIONS)}"
             )
         head, *parts = re.split(r"^## (.*)\n", path.read_text(), flags=re.M)
         keys = dict(line.split(": ", 1) for line in head.strip().splitlines())
         text = {title: body.strip() for title, body in zip(parts[::2], parts[1::2])}
         lacking = [s for s in SECTIONS if not text.get(s)]
-        if lacking or "lr" not in keys:
-            raise SystemExit(f"{path} has no {', '.join(lacking) or 'line `lr: ...`'}")
-        return cls(keys["lr"], keys.get("options", ""), text)
+        lacking += [f"line `{key}: ...`" for key in KEYS if key not in keys]
+        if lacking:
+            raise SystemExit(f"{path} has no {', '.join(lacking)}")
+        unit, options = keys.get("lr unit", "parameter, a step"), keys.get("options", "")
+        return cls(keys["lr"], unit, options, keys["for"], keys["state"], text)
 
 
 def names() -> list[str]:
@@ -178,24 +137,13 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|").replace("*", "\\*").replace("_", "\\_")
 
 
-def unit(name: str, number: str, default: Any) -> str:
-    """In what a hyperparameter is measured; what is no number has none."""
-    for key in (f"{name}.{number}", number):
-        if key in UNITS:
-            return UNITS[key]
-    if isinstance(default, (int, float)) and not isinstance(default, bool):
-        raise SystemExit(f"{name}: in what is {number} measured? Add it to UNITS")
-    return "choice"
-
-
-def kept(name: str, note: Note) -> Iterator[tuple[str, dict[str, tuple[str, float]]]]:
+def kept(name: str, options: str) -> Iterator[tuple[str, dict[str, tuple[str, float]]]]:
     """Return the bytes per element of a parameter and its state, by storage."""
-    options = eval(f"dict({note.options})")
     for dtype, storage, called in STORAGES:
         p = torch.zeros(SIDE, SIDE, dtype=dtype, requires_grad=True)
         try:
             optimizer: Any = class_of(name)(
-                [p], lr=1e-3, storage=storage, compile=False, **options
+                [p], lr=1e-3, storage=storage, compile=False, **eval(f"dict({options})")
             )
             optimizer.init_state()
         except ValueError:
@@ -219,7 +167,7 @@ def memory(name: str, note: Note) -> str:
         "| parameters | state | parameter + state | with gradient |",
         "|---|---|---|---|",
     ]
-    for called, found in kept(name, note):
+    for called, found in kept(name, note.options):
         dtype_bytes = found["parameter"][1]
         total = sum(share for _, share in found.values())
         fields = [
@@ -234,12 +182,12 @@ def memory(name: str, note: Note) -> str:
     return "\n".join(rows)
 
 
-def arguments(name: str, documented: Documented) -> str:
+def arguments(name: str, note: Note, documented: Documented) -> str:
     """The table of the optimizer's own arguments."""
     cls, value = class_of(name), getattr(functional, name)
     ours = inspect.signature(cls).parameters
     values = inspect.signature(value).parameters
-    rows = ["| | default | measured in | |", "|---|---|---|---|"]
+    rows = ["| | default | |", "|---|---|---|"]
     for number in [k for k in ours if k in documented.arguments and k != "params"]:
         words = documented.arguments[number]
         default = ours[number].default
@@ -247,9 +195,15 @@ def arguments(name: str, documented: Documented) -> str:
         pure = values[number].default if number in values else default
         if number == "lr" and given != "needed" and pure is inspect.Parameter.empty:
             given += "; needed in the pure form"
-        rows.append(
-            f"| `{number}` | {given} | {unit(name, number, default)} | {cell(words)} |"
-        )
+        if number == "lr":
+            words += f" Measured in: {note.lr_unit}."
+        is_number = type(default) in (int, float) or isinstance(default, float)
+        if is_number and not MEASURES.search(words):
+            raise SystemExit(
+                f"{name}: in what is {number} measured? Its line in the docstring of "
+                f"{cls.__name__} may say steps, share, factor, power, norm, root, ..."
+            )
+        rows.append(f"| `{number}` | {given} | {cell(words)} |")
     return arxiv("\n".join(rows))
 
 
@@ -343,7 +297,7 @@ def page(name: str) -> str:
         tab("Class", class_program(name, note)),
         tab("Pure functions", pure_program(name, note)),
         "## Hyperparameters",
-        arguments(name, documented),
+        arguments(name, note, documented),
         note.text["Usual ranges"],
         "Options that every optimizer has (`compile`, `storage`, `cautious_decay`, ...) are "
         "told [once](../reference/optimizers.md#optimi_func.optimizers.BaseOptimizer).",
@@ -358,7 +312,7 @@ def page(name: str) -> str:
         arxiv(cell(documented.references)),
         "## Reference",
         f"[`{documented.title}`](../reference/optimizers.md"
-        f"#optimi_func.optimizers.{documented.title}) · "
+        f"#optimi_func.{documented.title}) · "
         f"[`{name}`](../reference/functional.md#optimi_func.functional.{name})",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -379,7 +333,7 @@ def index() -> str:
     ]
     for name in names():
         documented, note = Documented.of(class_of(name)), Note.of(name)
-        found = dict(kept(name, note))
+        found = dict(kept(name, note.options))
         state = [
             bytes_text(sum(s for f, (_, s) in found[called].items() if f != "parameter"))
             for called in (STORAGES[0][2], STORAGES[2][2])
@@ -391,7 +345,109 @@ def index() -> str:
         )
     note = (
         "`MuonAdamW` and `Mixed` put [several rules into one optimizer]"
-        "(../reference/optimizers.md#optimi_func.optimizers.Mixed). [`LBFGS`](../lbfgs.md) "
+        "(../reference/optimizers.md#optimi_func.Mixed). [`LBFGS`](../lbfgs.md) "
         "is for losses without noise, and `lbfgs` for many small problems at once."
     )
     return "\n".join([*rows, "", note]) + "\n"
+
+
+ROW = re.compile(r"^\| \[`\w+`\]\(optimizers/(\w+)\.md\)", re.M)
+USUAL = {"l2": "L2", "decoupled": "decoupled", "proximal": "proximal"}
+
+
+def in_order(table: str) -> list[str]:
+    """Every optimizer, in the order of the rows that a table has; new ones are the last."""
+    known = [name for name in ROW.findall(table) if name in names()]
+    return [*known, *(name for name in names() if name not in known)]
+
+
+def grouped_rows(order: list[str], key: Callable[[str], str]) -> dict[str, list[str]]:
+    """Names with the same key, by it."""
+    groups: dict[str, list[str]] = {}
+    for name in order:
+        groups.setdefault(key(name), []).append(name)
+    return groups
+
+
+def coded(found: Iterable[str]) -> str:
+    """Names as code."""
+    return ", ".join([f"`{x}`" for x in found])
+
+
+def glance(order: list[str]) -> str:
+    """The table to choose by: purposes, states in words, bytes without the gradient."""
+    rows = [
+        "| optimizer | for | state per parameter | float32 | bfloat16 | compact |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in order:
+        note = Note.of(name)
+        found = [dict(kept(name, options)) for options in {"": 0, note.options: 0}]
+        cells: list[str] = []
+        for *_, called in (STORAGES[0], STORAGES[2], STORAGES[3]):
+            totals = [sum(x for _, x in f[called].values()) for f in found if called in f]
+            texts = dict.fromkeys([f"{x:.1f}".removesuffix(".0") for x in totals])
+            cells.append(" or ".join(texts) or "-")
+        title = class_of(name).__name__
+        rows.append(
+            f"| [`{title}`](optimizers/{name}.md) | {note.purpose} | {note.state} "
+            f"| {' | '.join(cells)} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def entry(name: str) -> str:
+    """The keys of `state[p]`, without `step`."""
+    value = getattr(functional, name)(lr=1e-3)
+    usual = (*value.rule.state._fields, *value.rule.running._fields)
+    more = sorted(value.entry_fields.difference(usual))
+    found = coded(usual) or "none"
+    return f"{found}; with options {coded(more)}" if more else found
+
+
+def entries(order: list[str]) -> str:
+    """The table of names in the state."""
+    rows = ["| optimizer | keys of `optimizer.state[p]`, without `step` |", "|---|---|"]
+    for keys, same in grouped_rows(order, entry).items():
+        titles = ", ".join([class_of(name).__name__ for name in same])
+        rows.append(f"| {titles} | {keys} |")
+    return "\n".join(rows) + "\n"
+
+
+def paper(name: str) -> str:
+    """The paper of a rule as a link, or where it was."""
+    text = Documented.of(class_of(name)).references
+    if found := re.search(r'", arXiv:(\d{4}\.\d{4,5})', text):
+        return f"[{found[1]}](https://arxiv.org/abs/{found[1]})"
+    found = re.search(r'", ([^.;]+)', text)
+    assert found, f"References of {name}: a paper's title is in quotes, and then its place"
+    return found[1]
+
+
+def listed(order: list[str]) -> str:
+    """README's table."""
+    rows = [
+        "| class | pure functions | state per parameter | weight decay | paper |",
+        "|---|---|---|---|---|",
+    ]
+
+    def alike(name: str) -> str:
+        usual = getattr(functional, name)(lr=1e-3).decay
+        return f"{Note.of(name).state} | {USUAL[usual]}"
+
+    for key, same in grouped_rows(order, alike).items():
+        titles = coded([class_of(name).__name__ for name in same])
+        papers = ", ".join(dict.fromkeys([paper(name) for name in same]))
+        rows.append(f"| {titles} | {coded(same)}, … | {key} | {papers} |")
+    return "\n".join(rows) + "\n"
+
+
+def filled(page: str, choose: str) -> str:
+    """A page with its tables of optimizers as they are now, in the order of choose.md."""
+    made = {"glance": glance, "entries": entries, "listed": listed}
+    return re.sub(
+        r"<!-- (glance|entries|listed) -->\n.*?<!-- / -->",
+        lambda found: f"<!-- {found[1]} -->\n\n{made[found[1]](in_order(choose))}\n<!-- / -->",
+        page,
+        flags=re.S,
+    )

@@ -53,13 +53,13 @@ def classes() -> str:
         "`torch.optim.Optimizer`s, to be imported from `optimi_func`. Arguments that all "
         f"of them have are told on [`{base}`](#optimi_func.optimizers.{base}).",
         *(
-            f"::: optimi_func.optimizers.{x}"
+            f"::: optimi_func.{x}"
             for x in found
         ),
-        "::: optimi_func.optimizers.MuonAdamW\n    options:\n      members: false",
-        "::: optimi_func.optimizers.NorMuonAdamW\n    options:\n      members: false",
-        "::: optimi_func.optimizers.Mixed",
-        "::: optimi_func.optimizers.hidden_matrices",
+        "::: optimi_func.MuonAdamW\n    options:\n      members: false",
+        "::: optimi_func.NorMuonAdamW\n    options:\n      members: false",
+        "::: optimi_func.Mixed",
+        "::: optimi_func.hidden_matrices",
         f"::: optimi_func.optimizers.{base}\n    options:\n      inherited_members: true\n"
         f"      members: [{', '.join(SHARED)}]",
     ]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from optimi_func import optimizers
+from optimi_func import functional
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core.checks import bind_call
 
@@ -37,7 +37,7 @@ _FORMS = {
 
 def _with_torchs_names(name: str) -> Any:
     """Return a subclass of ours with the arguments and groups of torch's."""
-    theirs, ours = getattr(torch.optim, name), getattr(optimizers, name)
+    theirs, ours = getattr(torch.optim, name), getattr(functional, name)
     # AdamW is an Adam whose decay is decoupled.
     base = globals().get(theirs.__base__.__name__, ours)
     form, factory = _FORMS.get(name, {}), base.factory
@@ -103,9 +103,9 @@ if TYPE_CHECKING:
     from torch.optim import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
 else:
     for _name in __all__:
-        if hasattr(optimizers, _name):
+        if hasattr(functional, _name):
             globals()[_name] = _with_torchs_names(_name)
-    optimizers.AdamW.register(globals()["AdamW"])
+    functional.AdamW.register(globals()["AdamW"])
     # `from optimi_func.optim.lr_scheduler import StepLR` finds its module here.
     for _name in [x for x in sys.modules if x.startswith("torch.optim.")]:
         _module = _with_our_classes(sys.modules[_name])

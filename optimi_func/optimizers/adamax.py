@@ -19,7 +19,7 @@ class Adamax(Coupled, name="adamax"):
 
     Args:
         betas: b1 and b2, each in [0, 1): how much of m and u a step keeps.
-        eps: Added to |g|.
+        eps: Added to the gradient's size |g|.
         weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
             (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
         decouple_wd: Subtract decay from the parameter, not through the gradient.

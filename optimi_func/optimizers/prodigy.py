@@ -54,7 +54,7 @@ class Prodigy(Body, name="prodigy"):
             d * lr / max_lr.
         eps: Added to the root, times d.
         beta3: b3, in [0, 1): how much of r and s a step keeps. None: sqrt(b2).
-        d0: The first d, smaller than any that could be right.
+        d0: The first d, a step of p smaller than any that could be right.
         d_coef: Factor on the estimates of d, usually from 0.5 to 2.
         growth_rate: The largest factor by which d grows in a step, at least 1. It does not
             limit the step from d0 to the first estimate.

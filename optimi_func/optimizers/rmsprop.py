@@ -23,26 +23,6 @@ from optimi_func.state.convert import Counterparts
 __all__ = ["RMSprop", "rmsprop", "rmsprop_init", "rmsprop_step"]
 
 
-class Plain(NamedTuple):
-    square_avg: SecondMoment  # v
-
-
-class Momentum(NamedTuple):
-    square_avg: SecondMoment
-    momentum_buffer: Moment  # b
-
-
-class Centered(NamedTuple):  # the difference of two means needs all their digits
-    square_avg: Wide
-    grad_avg: Wide  # m
-
-
-class Both(NamedTuple):
-    square_avg: Wide
-    grad_avg: Wide
-    momentum_buffer: Moment
-
-
 class RMSprop(Coupled, name="rmsprop"):
     """RMSprop: step along the gradient, measured in its root mean square.
 
@@ -93,11 +73,27 @@ class RMSprop(Coupled, name="rmsprop"):
         """True if there is a momentum."""
         return is_on(self.momentum)
 
+    class Plain(NamedTuple):
+        square_avg: SecondMoment  # v
+
+    class Momentum(NamedTuple):
+        square_avg: SecondMoment
+        momentum_buffer: Moment  # b
+
+    class Centered(NamedTuple):  # the difference of two means needs all their digits
+        square_avg: Wide
+        grad_avg: Wide  # m
+
+    class Both(NamedTuple):
+        square_avg: Wide
+        grad_avg: Wide
+        momentum_buffer: Moment
+
     @property
     def State(self) -> type[Plain | Momentum | Centered | Both]:
         if self.centered:
-            return Both if self.averages else Centered
-        return Momentum if self.averages else Plain
+            return self.Both if self.averages else self.Centered
+        return self.Momentum if self.averages else self.Plain
 
     def direction(self, g: Tensor, s: Both, t: float):
         v = self.alpha * s.square_avg + (1 - self.alpha) * (g * g)
@@ -113,4 +109,6 @@ class RMSprop(Coupled, name="rmsprop"):
         return d, self.State(*new)
 
 
+Plain, Momentum = RMSprop.Plain, RMSprop.Momentum  # found by torch.load(weights_only=True)
+Centered, Both = RMSprop.Centered, RMSprop.Both
 rmsprop, rmsprop_init, rmsprop_step = functions(RMSprop)

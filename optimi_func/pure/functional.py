@@ -88,6 +88,8 @@ class FunctionalOptimizer(Kept):
 
     # Keywords that take no number, so that `check` alone can check them.
     choices: ClassVar[tuple[str, ...]] = ()
+    # Names of an entry's tensors, in any of its forms.
+    entry_fields: ClassVar[frozenset[str]] = frozenset()
     # Its step returns trees of the same structure, so that no caller checks them.
     keeps_structure: ClassVar[bool] = True
     # Names and options of its class in other libraries: `state.convert.Counterparts`.

@@ -456,6 +456,7 @@ def _pure(cls: type[Body]) -> type[OwnRule]:
         parts, of = "`init`, `step` and `eval_params`", ""
     about = inspect.cleandoc(cls.__doc__ or "").partition("\n\nReferences:")[0]
     about = about.replace("`BaseOptimizer`", "`FunctionalOptimizer`")
+    written = chain(*[vars(base).values() for base in cls.__mro__])
     value = make_dataclass(
         name or cls.__name__,
         [
@@ -466,6 +467,7 @@ def _pure(cls: type[Body]) -> type[OwnRule]:
         namespace={
             "owner": cls,
             "usual": usual,
+            "entry_fields": frozenset(chain(*[getattr(x, "_fields", ()) for x in written])),
             "choices": tuple([x.name for x in options if not x.number]),
             "counterparts": counterparts,
             "__doc__": f"`{cls.__name__}` as a value: {parts} over a tree{of}.\n\n{about}"

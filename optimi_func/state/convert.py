@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from itertools import product
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import torch
@@ -30,13 +30,6 @@ _OUR_DECAYS = ("decouple_lr", "decouple_wd", "cautious_decay", "corrected_decay"
 # The training point y of a parameter, in the entry of an optimizer in eval mode.
 TRAIN_PARAM = "train_param"
 
-# Fields of this package's and torch's rules. In another rule's entry they are no wrapper's.
-_FIELDS = frozenset(
-    "exp_avg exp_avg_sq max_exp_avg_sq exp_avg_diff exp_avg_slow exp_inf momentum_buffer "
-    "mu_product prev_grad slow_param square_avg acc_delta weight_sum grad_avg sum prev "
-    "step_size eta ax row_var col_var variance second_momentum_buffer factors bases s "
-    "p0".split()
-)
 # Fields that stay in an entry of others when the option that needs them is turned off.
 _TURNED_OFF: dict[tuple[str, ...], str] = {
     (): "momentum_buffer",
@@ -433,6 +426,13 @@ def as_torchs(
     return {**state_dict, "state": state, "param_groups": groups}
 
 
+def _fields() -> set[str]:
+    """Return the fields of the package's rules: in another's entry no wrapper's."""
+    values = chain(*[x.__subclasses__() for x in FunctionalOptimizer.__subclasses__()])
+    own = [x.entry_fields for x in values if x.__module__.startswith("optimi_func.")]
+    return {*chain(*own)} - {"z"}  # which the wrapper of Schedule-Free's authors adds
+
+
 def checked(rule: Rule, root: str, name: object, p: Tensor, saved: Entry) -> Entry:
     """Return a saved entry with numbers as tensors and no None. Others' values stay.
 
@@ -463,7 +463,7 @@ def checked(rule: Rule, root: str, name: object, p: Tensor, saved: Entry) -> Ent
     if rule.state._fields and not storage.missing_fields(rule, entry):
         expected.add("momentum_buffer")  # pytorch_optimizer's Lookahead puts it beside them
     others = map(str, saved.keys() - expected)
-    strange = sorted(_FIELDS.intersection(map(storage.field_of, others)) - expected)
+    strange = sorted(_fields().intersection(map(storage.field_of, others)) - expected)
     if strange or (
         entry and (storage.missing_fields(rule, entry) or not {*rule.counted} <= {*entry})
     ):

@@ -19,12 +19,11 @@ import pytest
 import torch
 
 import optimi_func
-from optimi_func import warm
+from optimi_func import AdamW, warm
 from optimi_func.core import rule as rules
 from optimi_func.execution import cpp, kernels, store
 from optimi_func.execution.kernels import _compile as compile_kernel
 from optimi_func.execution.wholes import elementwise
-from optimi_func.optimizers import AdamW
 from optimi_func.optimizers.muon import muon
 
 KEY, OTHER = "1" * 64, "2" * 64
@@ -592,7 +591,7 @@ NEW_PROCESS = """
 import sys, hashlib
 import torch
 from torch.optim.lr_scheduler import LambdaLR
-from optimi_func.optimizers import AdamW
+from optimi_func import AdamW
 
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
 with torch.no_grad():
@@ -642,7 +641,7 @@ def test_warm_finds_the_kernels_of_every_kind_that_it_kept(alone: Path) -> None:
 COUNTS = """
 import torch
 from optimi_func.execution import cpp, kernels
-from optimi_func.optimizers import AdamW
+from optimi_func import AdamW
 def counted(module, name):
     made = getattr(module, name)
     setattr(module, name, lambda *given: print(name, end=" ") or made(*given))
@@ -668,7 +667,7 @@ def test_of_processes_that_begin_together_one_compiles(place: Path, tmp_path: Pa
 
 CLOSES = """
 import os, sys, torch
-from optimi_func.optimizers import SGD, AdamW
+from optimi_func import SGD, AdamW
 for made, given in ((AdamW, {}), (SGD, {"momentum": 0.9})):
     ends = []
     for compiles in (True, False):
@@ -691,7 +690,7 @@ def test_a_process_that_closed_its_files_loads_another_step() -> None:
 
 SWITCHED_OFF = """
 import sys, warnings, torch
-from optimi_func.optimizers import AdamW
+from optimi_func import AdamW
 p = torch.nn.Parameter(torch.ones(9000)); p.grad = torch.ones(9000)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")

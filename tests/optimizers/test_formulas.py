@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import (
     CASES,
+    CLASSES,
     DECAYS,
     DEFAULTS,
     LR,
@@ -72,6 +73,22 @@ def test_every_option_changes_the_answer(case: Case) -> None:
         paths = [run(c, p, grads, schedule()) for c in (case, Case(case.name, without))]
         changed, plain = (torch.stack(path) for path in paths)
         assert (changed - plain).abs().max() > 1e-6, name
+
+
+# Options that do nothing to a small matrix in few steps, or whose paths are not the loop's:
+# they have tests in the files of their optimizers.
+ELSEWHERE = {"relative_step", "beta1", "flatten", "t0", "ns_dtype", "merge_dims"}
+ELSEWHERE |= {"precondition_1d", "share_d"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_is_tried(name: str) -> None:
+    """Beside the loop of the optimizer, or of one that it is a subclass of."""
+    tried = {key for case in CASES if case.name == name for key in case.options}
+    bases = [x.pure.__name__ for x in CLASSES[name].__mro__[1:] if hasattr(x, "pure")]
+    tried |= {key for case in CASES if case.name in bases for key in case.options}
+    lacking = {*CLASSES[name]._own} - {"lr", "weight_decay"} - tried - ELSEWHERE
+    assert not lacking, f"tests/support/reference.py: {name} has no tried={lacking}"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch.func import grad, jvp, vmap
 from torch.utils import _pytree as pytree
 
 from optimi_func import (
+    SOAP,
     Storage,
     prepare_for_gradient_release,
     soap,
@@ -20,7 +21,6 @@ from optimi_func import (
 )
 from optimi_func.compiled import soap_step_
 from optimi_func.core import math
-from optimi_func.optimizers import SOAP
 
 EAGER: dict[str, Any] = {"compile": False}
 DOUBLE = torch.float64

@@ -108,37 +108,42 @@ def test_optimizer_page(name: str, monkeypatch) -> None:
 
 
 def test_bytes_are_counted() -> None:
-    note = optimizer_pages.Note.of("adamw")
-    found = dict(optimizer_pages.kept("adamw", note))
+    found = dict(optimizer_pages.kept("adamw", ""))
     totals = {k: sum(share for _, share in v.values()) for k, v in found.items()}
     assert list(totals.values()) == pytest.approx([12, 6.125, 8, 5.125, 12])
     assert found["float32"]["exp_avg"] == (str(torch.float32), 4)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_table_to_choose_by_has_these_bytes(name: str) -> None:
-    table = (DOCS / "choose.md").read_text()
-    row = re.search(rf"^\| \[`\w+`\]\(optimizers/{name}\.md\) .*", table, re.M)
-    assert row, f"no row of {name} in docs/choose.md"
-    shown = [cell.strip() for cell in row[0].strip("|").split("|")[-3:]]
-    found = dict(optimizer_pages.kept(name, optimizer_pages.Note.of(name)))
-    float32, _, kahan, compact, _ = (called for *_, called in optimizer_pages.STORAGES)
-    for cell, called in zip(shown, (float32, kahan, compact)):
-        assert (cell == "-") == (called not in found), called
-        if cell == "-":
-            continue  # it keeps nothing that could be in codes
-        total = sum(share for _, share in found[called].values())
-        # SGD's are without momentum, or with it; one digit is shown.
-        assert float(cell.split(" or ")[-1]) == pytest.approx(total, abs=0.051)
+def test_tables_of_optimizers_are_those_of_the_package() -> None:
+    """Names, states, bytes, decay and papers: of the classes and of their notes."""
+    choose = (DOCS / "choose.md").read_text()
+    for name, tables in (("../README.md", 1), ("choose.md", 2)):
+        page = (DOCS / name).read_text()
+        made = optimizer_pages.filled(page, choose)
+        assert page == made, f"{name}: python docs/_build/generate.py"
+        assert len(re.findall("<!-- (?:glance|entries|listed) -->", page)) == tables
+    assert set(optimizer_pages.in_order(choose)) == set(NAMES)
+    # One that the table lacks is its last.
+    lacking = re.sub(r"^\| \[`AdamW`\].*\n", "", choose, flags=re.M)
+    assert optimizer_pages.in_order(lacking)[-1] == "adamw"
 
 
 def test_an_optimizer_without_a_note_is_told(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(optimizer_pages, "NOTES", tmp_path)
     with pytest.raises(SystemExit, match=r"lion has no note: write docs/_notes/lion\.md"):
         optimizer_pages.page("lion")
-    (tmp_path / "lion.md").write_text("lr: 1\n\n## Usual ranges\n\nany\n")
-    with pytest.raises(SystemExit, match="has no When, and when not, Coming from"):
+    (tmp_path / "lion.md").write_text("lr: 1\nfor: all\n\n## Usual ranges\n\nany\n")
+    lacking = "has no When, and when not, Coming from elsewhere, line `state: ...`"
+    with pytest.raises(SystemExit, match=lacking):
         optimizer_pages.page("lion")
+
+
+def test_a_number_whose_text_does_not_say_its_measure_is_told() -> None:
+    note = optimizer_pages.Note.of("lion")
+    documented = optimizer_pages.Documented.of(optimizer_pages.class_of("lion"))
+    documented.arguments["weight_decay"] = "Large."
+    with pytest.raises(SystemExit, match="lion: in what is weight_decay measured"):
+        optimizer_pages.arguments("lion", note, documented)
 
 
 def test_tables_are_those_of_the_numbers() -> None:

@@ -88,6 +88,7 @@ ODD: dict[str, tuple[str, Any, str]] = {
     "a shape": ("exp_avg", lambda x: x[:1], "has shape"),
     "a shape of as many": ("exp_avg", lambda x: x.reshape(2, -1), "has shape"),
     "another rule's": ("square_avg", None, "are another rule's"),
+    "another rule's scalar": ("mu", None, "are another rule's"),
     "no tensor": ("exp_avg", lambda x: "x", "allowed is a tensor"),
     "lost": ("exp_avg_sq", lambda x: None, "the optimizer needs"),
     "no count": ("step", lambda x: None, r"the optimizer needs .*'step'\]"),

@@ -4,11 +4,11 @@ import copy
 import io
 import json
 import pickle
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
-from cases import CLASSES, ELEMENTWISE, NO_CODES, SCHEDULE_FREE, fitting
+from cases import CLASSES, ELEMENTWISE, NO_CODES, fitting
 from stored import (
     BF16,
     CODED,
@@ -28,23 +28,17 @@ from torch import Tensor, nn
 
 import optimi_func
 from optimi_func import SGD, Adam, AdamW, Lion, adamw
-from optimi_func.core.rule import Storage
+from optimi_func.core.rule import Rule, Storage
+from optimi_func.rules import Moment, SecondMoment
 
 F32 = torch.float32
-# Means that bfloat16 could not follow, wide whatever the storage.
-SLOW = {
-    "ademamix": {"exp_avg_slow", "exp_avg_sq"},
-    "adopt": {"exp_avg_sq"},
-    "lamb": {"exp_avg_sq"},
-    "normuon": {"second_momentum_buffer"},
-    "prodigy": {"s", "p0"},
-    "adagrad": {"sum"},
-    "adamax": {"exp_inf"},
-    "nadam": {"exp_avg_sq"},
-    "asgd": {"ax"},
-    "rprop": {"step_size"},
-}
-SLOW |= {name: {"z"} for name in SCHEDULE_FREE}
+
+
+def slow(rule: Rule) -> set[str]:
+    """Fields declared as wide whatever the storage: bfloat16 could not follow them."""
+    declared = get_type_hints(rule.state, include_extras=True)
+    return {k for k, kind in declared.items() if kind not in (Moment, SecondMoment)}
+
 
 # Every rule in every storage: adamw's and the compact ones; the rest soak.
 ROWS = [
@@ -92,13 +86,14 @@ def test_every_rule_follows_float64(name: str, kind: str, options: dict[str, Any
                 k for k, x in state.items() if x.numel() == p.numel() and x.dtype != dtype
             }
             wide -= {"kahan_comp", "slow_param", *(k for k in wide if k.endswith("_q"))}
-            assert wide <= SLOW.get(name, set())
+            rule = optimizer.rule_of(optimizer.param_groups[0])
+            assert wide <= slow(rule)
             assert {k for k in state if not k.endswith(("_q", "_scale"))} <= {
                 *WIDE,
-                *SLOW.get(name, set()),
+                *slow(rule),
                 "step",
                 "kahan_comp",
-                *optimizer.rule_of(optimizer.param_groups[0]).running._fields,
+                *rule.running._fields,
             }
             assert all(state[k].dtype == F32 for k in state if k.endswith("_scale"))
         moved = meant(p, state).double() - start.detach().double()

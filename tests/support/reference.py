@@ -5,7 +5,7 @@ and a gradient, how the parameter moves and what the averages become.
 
 The function that has the optimizer's name takes one parameter `p` and the list of its
 gradients, one a step, and returns the list of parameter values after each step. Inputs
-are never modified.
+are never modified. Beside it stand the options that `cases.py` tries, in every executor.
 
 Common arguments: `lr` is a float, or a list with one float a step; `betas` is a tuple,
 or a list with one tuple a step (the averages stay raw and the bias correction uses the
@@ -25,7 +25,7 @@ Weight decay kinds, all computed from the parameter before the step:
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -78,6 +78,7 @@ class Common:
 Moved = tuple[Tensor, State]
 Move = Callable[..., Moved]
 Path = Callable[..., list[Tensor]]
+Options = dict[str, Any]
 
 
 def _path_of(
@@ -85,6 +86,7 @@ def _path_of(
     *letters: str,
     start: Callable[[Tensor], State] | None = None,
     direction: Move | None = None,
+    tried: Sequence[Options | tuple[Options, Options]] = (),
     **defaults: Any,
 ) -> Path:
     """Return the function of `p`, `grads` and options that gives p after each step.
@@ -96,6 +98,8 @@ def _path_of(
         letters: Averages that start at 0.
         start: The averages before the first step, in place of `letters`.
         direction: The move that shows the sign of the direction, if `move` does not.
+        tried: Options of the optimizer's own, of which each changes the answer. A pair has
+            those of the package, and what they are for `move`.
         defaults: The defaults of `Common` for this optimizer.
     """
     usual = Common(**defaults)
@@ -108,6 +112,7 @@ def _path_of(
         s = _zeros(p, *letters) if start is None else start(p)
         return _run(own, shown, s, p, grads, replace(usual, **common))
 
+    path.tried = [x if isinstance(x, tuple) else (x, x) for x in tried]
     return path
 
 
@@ -204,7 +209,18 @@ def sgd_move(
     return -at.lr * at.masked(d, g) - at.lam * p, {"buf": buf}
 
 
-sgd = _path_of(sgd_move, "buf", decay="l2")
+sgd = _path_of(
+    sgd_move,
+    "buf",
+    decay="l2",
+    tried=[
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.9, "dampening": True},
+        {"momentum": 0.9, "dampening": 0.4},
+        {"momentum": 0.9, "dampening": True, "torch_init": True},
+    ],
+)
 
 
 def adam_move(
@@ -229,7 +245,8 @@ def adam_move(
     return -at.lr * at.masked(d, g) - at.lam * p, new
 
 
-adam = _path_of(adam_move, "m", "v", "v_max", betas=(0.9, 0.99), decay="l2")
+AMSGRAD = [{"amsgrad": True}]
+adam = _path_of(adam_move, "m", "v", "v_max", tried=AMSGRAD, betas=(0.9, 0.99), decay="l2")
 
 
 # AdamW (Loshchilov & Hutter, arXiv 1711.05101, Algorithm 2): Adam, and decay from p alone.
@@ -237,7 +254,9 @@ adam = _path_of(adam_move, "m", "v", "v_max", betas=(0.9, 0.99), decay="l2")
 # with alpha the base learning rate and eta_t the schedule's multiplier. The paper is thus
 # decay="fully" (lr = eta_t * alpha, max_lr = alpha). Libraries mean "decoupled" by AdamW:
 # the decay term is lr * wd * p_{t-1}.
-adamw = _path_of(adam_move, "m", "v", "v_max", betas=(0.9, 0.99), weight_decay=1e-2)
+adamw = _path_of(
+    adam_move, "m", "v", "v_max", tried=AMSGRAD, betas=(0.9, 0.99), weight_decay=1e-2
+)
 
 
 def adan_move(
@@ -340,7 +359,14 @@ def radam_move(
     return -at.lr * at.masked(d, g) - at.lam * p, {"m": m, "v": v}
 
 
-radam = _path_of(radam_move, "m", "v", betas=(0.9, 0.99), decay="l2")
+radam = _path_of(
+    radam_move,
+    "m",
+    "v",
+    tried=[{"torch_form": True, "eps": 1e-2}],
+    betas=(0.9, 0.99),
+    decay="l2",
+)
 
 
 def rmsprop_move(
@@ -370,7 +396,18 @@ def rmsprop_move(
     return -at.lr * at.masked(b, g) - at.lam * p, {"v": v, "m": m, "b": b}
 
 
-rmsprop = _path_of(rmsprop_move, "v", "m", "b", decay="l2")
+rmsprop = _path_of(
+    rmsprop_move,
+    *("v", "m", "b"),
+    decay="l2",
+    tried=[
+        {"alpha": 0.9},
+        {"momentum": 0.8},
+        {"centered": True},
+        {"tf_like": True},
+        {"centered": True, "momentum": 0.8, "tf_like": True},
+    ],
+)
 
 
 def adagrad_move(
@@ -392,7 +429,12 @@ def adagrad_move(
     return -at.lr * at.masked(d, g) - at.lam * p, {"v": v}
 
 
-adagrad = _path_of(adagrad_move, "v", decay="l2")
+adagrad = _path_of(
+    adagrad_move,
+    "v",
+    tried=[{"lr_decay": 0.1}, {"initial_accumulator_value": 0.5}],
+    decay="l2",
+)
 
 
 def adadelta_move(
@@ -410,7 +452,7 @@ def adadelta_move(
     return -at.lr * at.masked(d, g) - at.lam * p, new
 
 
-adadelta = _path_of(adadelta_move, "v", "a", decay="l2")
+adadelta = _path_of(adadelta_move, "v", "a", tried=[{"rho": 0.7}], decay="l2")
 
 
 def adamax_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-8) -> Moved:
@@ -452,7 +494,9 @@ def nadam_move(
     return -at.lr * at.masked(d, g) - at.lam * p, new
 
 
-nadam = _path_of(nadam_move, "m", "v", betas=(0.9, 0.999), decay="l2")
+nadam = _path_of(
+    nadam_move, "m", "v", tried=[{"momentum_decay": 0.5}], betas=(0.9, 0.999), decay="l2"
+)
 
 
 def asgd_move(
@@ -477,7 +521,13 @@ def asgd_move(
     return u, {"eta": after, "ax": s["ax"] + mu * (p + u - s["ax"])}
 
 
-asgd = _path_of(asgd_move, "eta", "ax", decay="l2")
+asgd = _path_of(
+    asgd_move,
+    "eta",
+    "ax",
+    tried=[{"lambd": 0.1}, {"lambd": 0.1, "alpha": 0.5}],
+    decay="l2",
+)
 
 
 def rprop_move(
@@ -502,7 +552,9 @@ def rprop_move(
     return u, {"g": now, "size": size}
 
 
-rprop = _path_of(rprop_move, "g", "size")
+rprop = _path_of(
+    rprop_move, "g", "size", tried=[{"etas": (0.3, 1.5)}, {"step_sizes": (1e-3, 0.1)}]
+)
 
 
 def ranger_move(
@@ -540,7 +592,11 @@ def _before_pull(p: Tensor, s: State, g: Tensor, at: At, **own: Any) -> Moved:
 
 
 ranger = _path_of(
-    ranger_move, start=_ranger_start, direction=_before_pull, betas=(0.9, 0.99)
+    ranger_move,
+    start=_ranger_start,
+    direction=_before_pull,
+    tried=[{"k": 4}, {"alpha": 0.8}],
+    betas=(0.9, 0.99),
 )
 
 
@@ -636,8 +692,54 @@ def _rows(p: Tensor) -> State:
     return {"b": made, "r": made.flatten(1)[:, :1]}
 
 
-muon = _path_of(muon_move, start=_rows, weight_decay=0.1)
-normuon = _path_of(partial(muon_move, row_beta=0.95), start=_rows, weight_decay=0.1)
+CUBIC = (1.5, -0.5, 0.0)
+LAST = (2.0, -1.5, 0.5)
+QUINTIC = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+POLAR_EXPRESS = (
+    # Of a matrix divided by 1.02 times its norm.
+    (8.156554524902461 / 1.02, -22.48329292557795 / 1.02**3, 15.878769915207462 / 1.02**5),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+muon = _path_of(
+    muon_move,
+    start=_rows,
+    weight_decay=0.1,
+    tried=[
+        {"momentum": 0.8},
+        {"nesterov": False},
+        {"eps": 5.0},
+        ({"ns_steps": 3}, {"table": (STANDARD,) * 3}),
+        ({"ns_coefficients": CUBIC}, {"table": (CUBIC,) * 5}),
+        ({"ns_coefficients": [CUBIC, STANDARD]}, {"table": (CUBIC, STANDARD)}),
+        ({"ns_coefficients": "quintic"}, {"table": QUINTIC}),
+        ({"ns_coefficients": "polar_express"}, {"table": POLAR_EXPRESS}),
+        ({"adjust_lr_fn": "original"}, {"scale": tall_scale}),
+        ({"adjust_lr_fn": "rms_to_rms"}, {"scale": spectral_scale}),
+        {"split": (3, 4)},
+        ({"split": 7}, {"split": (1,) * 7}),
+        ({"ns_coefficients": "deepseek"}, {"table": (STANDARD,) * 8 + (LAST,) * 2}),
+    ],
+)
+normuon = _path_of(
+    partial(muon_move, row_beta=0.95),
+    start=_rows,
+    weight_decay=0.1,
+    tried=[
+        {"row_beta": 0.5},
+        {"row_beta": 0.0},
+        {"split": (3, 4)},
+        {"nesterov": False},
+    ],
+)
 
 
 def _in_bases(x: Tensor, s: State, back: bool = False) -> Tensor:
@@ -712,7 +814,20 @@ def soap_move(
     return -at.lr * move - at.lam * p, s
 
 
-soap = _path_of(soap_move, "m", "v", betas=(0.95, 0.95), weight_decay=0.01)
+soap = _path_of(
+    soap_move,
+    "m",
+    "v",
+    betas=(0.95, 0.95),
+    weight_decay=0.01,
+    tried=[
+        {"shampoo_beta": 0.8},
+        {"precondition_frequency": 3},
+        {"max_precond_dim": 5},
+        {"normalize_grads": True},
+        {"correct_bias": False},
+    ],
+)
 
 
 def adam_accumulation(
@@ -796,7 +911,12 @@ def ademamix_move(
     return -at.lr * at.masked(d, g) - at.lam * p, {"m1": m1, "m2": m2, "v": v}
 
 
-ademamix = _path_of(ademamix_move, "m1", "m2", "v", betas=(0.9, 0.999, 0.9999))
+ademamix = _path_of(
+    ademamix_move,
+    *("m1", "m2", "v"),
+    tried=[{"alpha": 2.0}, {"alpha_warmup": 40}, {"beta3_warmup": 40}],
+    betas=(0.9, 0.999, 0.9999),
+)
 
 
 def adopt_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6) -> Moved:
@@ -817,7 +937,9 @@ def adopt_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6) -> Mov
     return -at.lr * d - at.lam * p, {"m": m, "v": b2 * s["v"] + (1 - b2) * g**2}
 
 
-adopt = _path_of(adopt_move, "m", "v", betas=(0.9, 0.9999), decay="l2")
+adopt = _path_of(
+    adopt_move, "m", "v", tried=[{"eps": 2.0}], betas=(0.9, 0.9999), decay="l2"
+)
 
 
 def lamb_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6) -> Moved:
@@ -893,7 +1015,18 @@ def _factors(p: Tensor) -> State:
     return {"R": made[..., 0], "C": made[..., 0, :], "m": made}
 
 
-adafactor = _path_of(adafactor_move, start=_factors)
+adafactor = _path_of(
+    adafactor_move,
+    start=_factors,
+    tried=[
+        {"eps": (0.1, 1e-3)},
+        {"eps": (1e-30, 3.0), "scale_parameter": True},
+        {"clip_threshold": 0.5},
+        {"decay_rate": -0.6},
+        {"scale_parameter": True},
+        {"eps": (0.3, 1e-3), "torch_form": True},
+    ],
+)
 
 
 def prodigy_start(p: Tensor) -> State:
@@ -951,7 +1084,19 @@ def prodigy_move(
     return u, {"m": m, "v": v, "s": sums, "x0": s["x0"], **scalars}
 
 
-prodigy = _path_of(prodigy_move, start=prodigy_start, betas=(0.9, 0.999))
+prodigy = _path_of(
+    prodigy_move,
+    start=prodigy_start,
+    betas=(0.9, 0.999),
+    tried=[
+        {"beta3": 0.9},
+        {"d0": 0.1},
+        {"d_coef": 2.0},
+        {"growth_rate": 1.02},
+        {"use_bias_correction": True},
+        {"safeguard_warmup": True},
+    ],
+)
 
 
 def averaged(
@@ -1077,7 +1222,10 @@ def _downhill(p: Tensor, s: State, g: Tensor, at: At, **own: Any) -> Moved:
 
 
 schedule_free_sgd = _path_of(
-    schedule_free_sgd_move, start=averaging_start, direction=_downhill
+    schedule_free_sgd_move,
+    start=averaging_start,
+    direction=_downhill,
+    tried=[{"r": 0.5}, {"weight_lr_power": 1.0, "warmup_steps": 15}, {"momentum": 0.7}],
 )
 
 
@@ -1086,6 +1234,11 @@ schedule_free_adamw = _path_of(
     start=_averaging_start_with_v,
     direction=_downhill,
     betas=(0.9, 0.999),
+    tried=[
+        {"r": 0.5},
+        {"weight_lr_power": 1.0, "warmup_steps": 15},
+        {"weight_lr_power": 0},
+    ],
 )
 
 
@@ -1094,4 +1247,5 @@ schedule_free_radam = _path_of(
     start=_averaging_start_with_v,
     direction=_downhill,
     betas=(0.9, 0.999),
+    tried=[{"r": 0.5}, {"weight_lr_power": 1.0}, {"silent_sgd_phase": False}],
 )

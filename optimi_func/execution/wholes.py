@@ -149,11 +149,9 @@ class WholeLaunch(Launch):
                 torch._foreach_copy_(new, old)
         rows = map(list, zip(directions, *into[mapped]))
         # Directions come before the state, among the results too.
-        lists = Columns(
-            self.pick(columns.grads),
-            *[[x[0], directions, *x[1:]] for x in (own, into)],
-            list(map(self.pick, columns.given)),
-        )
+        own_lists, into_lists = ([x[0], directions, *x[1:]] for x in (own, into))
+        grads, given = self.pick(columns.grads), list(map(self.pick, columns.given))
+        lists = Columns(grads, own_lists, into_lists, given)
         first = list(map(self._of_directions, packed))
         before = step._replace(columns=lists, packed=first, room=Room())
         for launch in self._before:

@@ -372,3 +372,29 @@ def test_complex_parameters_take_real_and_complex_extras() -> None:
         # Rules compute with real and imaginary parts apart.
         torch.testing.assert_close(p.detach(), torch.complex(-w * g.real, -w * g.imag))
         torch.testing.assert_close(new, p.detach())
+
+
+class Centred(Optimizer):
+    def direction(self, g: Tensor, weight: Tensor):
+        return weight * g
+
+    def whole(self, d: Tensor):
+        return d - d.mean()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"compile": False}, pytest.param({"compile": True}, marks=pytest.mark.full)],
+)
+def test_extras_before_a_map(how: dict[str, Any]) -> None:
+    ps = [torch.randn(n, 3, requires_grad=True) for n in (2, 5)]
+    starts, weights = [p.detach().clone() for p in ps], [torch.rand_like(p) for p in ps]
+    optimizer = Centred(ps, lr=0.1, **how)
+    for p in ps:
+        p.grad = torch.randn_like(p)
+    for _ in range(2):
+        optimizer.step(weight=weights)
+    for p, start, weight in zip(ps, starts, weights):
+        assert p.grad is not None
+        d = weight * p.grad
+        torch.testing.assert_close(p.detach(), start - 0.2 * (d - d.mean()))

@@ -1300,9 +1300,9 @@ def given_to(
 
     The third result are the columns of tensors that it is given.
     """
+    if not bound.rule.given:
+        return scalars, at, []
     rule, columns = bound.rule, list[list[Any]]()
-    if not rule.given:
-        return scalars, at, columns
     extras = optimizer.extras or optimizer.given  # extras are {} outside of a step
     for name in rule.extras:
         for p in params:

@@ -813,8 +813,9 @@ class BaseOptimizer(Fields, Checkpoints):
         tensors = [[entry[name] for name in names] for entry in entries]
         counts = [(x, y) for x, *y in [list(map(_number, some)) for some in tensors]]
         scalars, after = scalars_after(bound, counts, coded=True)
-        every = [*range(len(params))]
-        scalars, at, given = given_to(self, bound, params, scalars, counts, every)
+        at, given = [*range(len(params))], list[list[Any]]()
+        if rule.given:
+            scalars, at, given = given_to(self, bound, params, scalars, counts, at)
         for i, (p, m, entry) in enumerate(zip(params, batches, entries)):
             leaf = Leaf(p.detach(), *state_in(rule, entry))
             now = microbatch_scalars(rule, scalars[at[i]], m, write)
@@ -1023,7 +1024,9 @@ class BaseOptimizer(Fields, Checkpoints):
             running = self._running(bound, group, [made[p] for p in new], where)
             counts = [(step, running) for step, _ in counts]
         scalars, after = scalars_after(bound, counts, plan.coded)
-        scalars, at, given = given_to(self, bound, params, scalars, counts, at)
+        given: list[list[Any]] = []
+        if bound.rule.given:
+            scalars, at, given = given_to(self, bound, params, scalars, counts, at)
         return *pack(bound.rule, scalars, at, microbatches, write), after, given
 
     def _plan(
@@ -1300,8 +1303,6 @@ def given_to(
 
     The third result are the columns of tensors that it is given.
     """
-    if not bound.rule.given:
-        return scalars, at, []
     rule, columns = bound.rule, list[list[Any]]()
     extras = optimizer.extras or optimizer.given  # extras are {} outside of a step
     for name in rule.extras:

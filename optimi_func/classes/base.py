@@ -375,12 +375,17 @@ class BaseOptimizer(Fields, Checkpoints):
         if self.rewriters:
             extras = self._tell_transforms(extras)
         if extras or self.extras is not None:
-            self.extras = found_extras(self, {**self.given, **extras})
+            self.extras = found_extras(self, {**self.given, **self._loss(loss), **extras})
         write = not self.optimizer_accumulation
         if parts := self._update(works, write, count=True):
             self.finish_step(parts)
         self.extras, self._told = self.extras and {}, {}
         return loss
+
+    def _loss(self, loss: object) -> dict[str, object]:
+        """Return a closure's loss as an extra, if a rule takes one."""
+        takes = any(["loss" in rule.extras for rule in self.rules()])
+        return {"loss": torch.as_tensor(loss)} if takes and loss is not None else {}
 
     def init_state(self) -> None:
         """Make the state of every trainable parameter that has none.

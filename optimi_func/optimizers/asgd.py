@@ -13,7 +13,7 @@ from optimi_func.state.convert import Counterparts
 __all__ = ["ASGD", "asgd", "asgd_init", "asgd_step"]
 
 
-class ASGD(Coupled, name="asgd"):
+class ASGD(Coupled, name="asgd", lr="inside"):
     """ASGD: step against the gradient, and keep the average of the parameters.
 
         p <- p - eta * (g + lambd * p),   ax <- ax + mu * (p - ax)
@@ -50,7 +50,6 @@ class ASGD(Coupled, name="asgd"):
     weight_decay: Float = Float(0.0)
 
     counterparts = Counterparts(in_torch=torch.optim.ASGD)
-    lr_is_factor = False
     _positional = ("foreach", "maximize")
 
     class State(NamedTuple):

@@ -19,7 +19,7 @@ __all__ = ["Rprop", "rprop", "rprop_init", "rprop_step"]
 Pair: TypeAlias = Floats[tuple[Scalar, Scalar], tuple[Number, Number]]
 
 
-class Rprop(Body, name="rprop"):
+class Rprop(Body, name="rprop", lr="inside"):
     """Rprop: step by the sign of the gradient, with a step size for each element.
 
         size <- size * (b if g * g_prev > 0, a if g * g_prev < 0, else 1), within bounds
@@ -55,7 +55,6 @@ class Rprop(Body, name="rprop"):
     weight_decay: Float = Float(0.0)
 
     counterparts = Counterparts(in_torch=torch.optim.Rprop)
-    lr_is_factor = False
     _positional = ()
 
     class State(NamedTuple):

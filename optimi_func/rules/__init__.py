@@ -64,7 +64,9 @@ class Optimizer(Body):
 
     - `direction(self, g, s, ...) -> (d, State)` may take t, x, standard normal z if there
       is a field `seed`, and extras under other names, which `step` is given. With a
-      `Running` of floats it takes r, and returns one as third result.
+      `Running` of floats it takes r, and returns one as third result. `accumulate`,
+      `after`, `measure` and `means` may take the same extras. `loss` is a closure's, if
+      `step` is given no other.
     - `accumulate(self, g, s, ...) -> (d, State)`: for a further part of a step's gradient.
     - `after(self, x, u, s, t, r) -> (u, State)` rewrites the finished delta u, at the steps
       for which `due(self, t)`, if there is one, is True.
@@ -85,7 +87,9 @@ class Optimizer(Body):
       that is `Shaped` its shape or its values.
     - `check(self)` raises for hyperparameters out of range, and sets all bounds.
 
-    The class line takes `decay`: "decoupled", "l2" (it joins the gradient) or "proximal".
+    The class line takes `decay`: "decoupled", "l2" (it joins the gradient) or "proximal",
+    and `lr="inside"`: the parameter moves by the direction itself, into which the methods
+    have multiplied self.lr as they like. Decay stays lr * weight_decay * x.
 
     Args:
         params: Parameters, named parameters, or param groups.

@@ -50,6 +50,7 @@ from optimi_func.state.convert import Counterparts
 P = ParamSpec("P")
 T = TypeVar("T")
 Decay: TypeAlias = Literal["decoupled", "l2", "proximal"]
+LrIs: TypeAlias = Literal["factor", "inside"]
 # In place of a value for which methods are not traced, because it may be any number.
 NUMBER = "any number"
 
@@ -101,7 +102,7 @@ class OwnRule(FunctionalOptimizer):
     def rates(self, lr: Scalar, weight_decay: Scalar, max_lr: Scalar | None) -> Rates:
         """Return the rates of a step; if max_lr is None, lr is the largest."""
         rates = super().rates(lr, weight_decay, max_lr)
-        if self.owner.lr_is_factor:
+        if self.owner._lr == "factor":
             return rates
         return rates._replace(lr=1.0, undecayed_lr=rates.undecayed_lr and (1.0,))
 
@@ -241,8 +242,8 @@ class Body(BaseOptimizer, metaclass=BodyType):
 
     pure: ClassVar[Callable[..., OwnRule]]
     at_definition: ClassVar[bool] = False
-    # False: the direction is the whole move, which lr does not multiply.
-    lr_is_factor: ClassVar[bool] = True
+    # "inside": the direction is the whole move, which lr does not multiply.
+    _lr: ClassVar[LrIs] = "factor"
     # True: `whole` is sums over dimensions and elementwise operations, and is compiled.
     compiles_whole: ClassVar[bool] = False
     _name: ClassVar[str] = ""
@@ -255,12 +256,18 @@ class Body(BaseOptimizer, metaclass=BodyType):
     # True if values have been made of it, None while it is defined.
     _used: ClassVar[bool | None]
 
-    def __init_subclass__(cls, decay: Decay | None = None, name: str = "") -> None:
+    def __init_subclass__(
+        cls, decay: Decay | None = None, name: str = "", lr: LrIs | None = None
+    ) -> None:
         """Make `pure` and the constructor, and trace the methods."""
         cls._used = None
+        if lr not in (None, *get_args(LrIs)):
+            raise TypeError(
+                f"class {cls.__name__}(..., lr={lr!r}): allowed are {get_args(LrIs)}"
+            )
         base = next(x for x in cls.__mro__[1:] if isinstance(x, BodyType))
-        if name or decay or _new_names(cls, base):
-            cls._name, cls._usual = name, decay or cls._usual
+        if name or decay or lr or _new_names(cls, base):
+            cls._name, cls._usual, cls._lr = name, decay or cls._usual, lr or cls._lr
             cls._define()
         else:
             super().__init_subclass__()
@@ -378,7 +385,7 @@ def _values_of(value: OwnRule) -> dict[str, object]:
 
 # Names that methods of a rule do not read.
 _UNREAD = {*dir(Body), "_used", "pure", "factory", "keywords"}.difference(
-    ("usual_decay", "lr_is_factor", "compiles_whole")
+    ("usual_decay", "compiles_whole")
 )
 
 

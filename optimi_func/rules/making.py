@@ -40,7 +40,8 @@ from optimi_func.rules.lifting import (
 )
 
 RATES = ("lr", "weight_decay")
-# The arguments that methods take, by name; direction may have others, its extras.
+# The arguments that methods take, by name; direction may have others, its extras, which
+# some of the others may take too.
 _TAKES = {
     "direction": ["g", "s", "t", "x", "z", "r", "c"],
     "accumulate": ["g", "s", "t", "x", "r", "c"],
@@ -57,6 +58,7 @@ _TAKES = {
 # Names of the first result, if it is no direction d.
 _FIRST = {"after": "u", "eval_point": "x", "sums": "a sum"}
 _FIRST.update(means="what mean is given", measure="what mean is given")
+_EXTRAS = ("accumulate", "after", "measure", "means")
 # Methods that make the direction.
 _DIRECTED = ("direction", "accumulate", "whole")
 # Methods that are called with values.
@@ -114,15 +116,20 @@ class Making:
         self._take_running()
         self._take_coeffs()
         # What `measure` returns, and what a step is given besides: coefficients of a leaf.
-        self.measured = self._measured()
-        known = {*self._known("direction"), *(own := self.measured[2])}
-        extras = [x for x in self.names("direction") if x not in known]
-        noise = "z" in self.names("direction")
+        self.more: list[str] = []
+        names, known = self.names("direction"), self._known("direction")
+        noise = ["z"] * ("z" in names)
         if noise and "seed" not in {*numbers, *statics}:
             raise TypeError(f"{self.name}.direction takes z: add a field, seed: int = 0")
-        self.besides = (*extras, *["z"] * noise)  # `Rule.given`
-        self.more = [*extras, *own, *["z"] * noise]
-        self.given |= {name: trace.input(name) for name in self.more}
+        others = [x for x in names if x not in known]
+        self.more = [*others, *noise]
+        made = {x: trace.input(x) for x in self.more}
+        self.measured = self._measured(made)
+        own = self.measured[2]
+        extras = [x for x in others if x not in own]
+        self.besides = (*extras, *noise)  # `Rule.given`
+        self.more = [*extras, *own, *noise]
+        self.given |= made | {x: trace.input(x) for x in own if x not in made}
 
     def _take_state(self) -> None:
         """Make the stand-in of the State. Raise for fields that it cannot have."""
@@ -246,8 +253,10 @@ class Making:
                 raise TypeError(
                     f"{self.name}.{method} takes {text}: g and s are its first two"
                 )
-            extras = [x for x in names if x not in self.me.__dict__]
-            known = [*known, *(extras if method == "direction" else self.more)]
+        if method == "direction":
+            known = [*known, *[x for x in names if x not in self.me.__dict__]]
+        elif method in _EXTRAS:
+            known = [*known, *self.more]
         many = any([p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters])
         if many or not {*names} <= {*known}:
             hints = [f", and self.{x} for {x}" for x in names if x in self.me.__dict__]
@@ -355,17 +364,18 @@ class Making:
         """Trace the methods that map tensors, and return what Running becomes."""
         me, count = self.given, self.count
         own = [me["g"], *me["s"][:count], me["x"]]
-        arguments = [*own, *[me[x] for x in self.more]]
+        more = [me[x] for x in self.more]
         inputs = {
-            "direction": arguments,
-            "accumulate": arguments,
-            "after": [me["x"], me["u"], *me["s"]],
+            "direction": [*own, *more],
+            "accumulate": [*own, *more],
+            "after": [me["x"], me["u"], *me["s"], *more],
             "eval_point": [me["x"], *me["s"]],
         }
         traced = {x: self.results(x) for x in inputs if self.names(x)}
         self.parts = {x: Part(inputs[x], y[: 1 + count]) for x, y in traced.items() if y}
         if self.measured[2]:
-            self.parts["measure"] = Part(own, self.measured[0])
+            given = [me[x] for x in self.besides]
+            self.parts["measure"] = Part([*own, *given], self.measured[0])
         return traced["direction"][1 + count :]
 
     def _averaged(self, name: str) -> tuple[Callable[[Traced], Traced], Part]:
@@ -397,7 +407,9 @@ class Making:
         me, new, (mean, part) = self.given, self.new_state, self._averaged("mean")
         divisor = self.call("means", mean=mean, s=new)
         decays = me["move"].decays if self.divides == "move" else me["decay"]
-        self.parts["means"] = Part([me["g"], me["x"], me["d"], decays, *new], part.inputs)
+        more = [me[x] for x in self.more]
+        inputs = [me["g"], me["x"], me["d"], decays, *new, *more]
+        self.parts["means"] = Part(inputs, part.inputs)
         return part.results, [divisor]
 
     def _means(self, averages: list[Traced], divisors: list[Traced]) -> Means | None:
@@ -408,22 +420,30 @@ class Making:
             return list(run["sums"](g, x, *s, *c[:n]))
 
         def measure(g: Any, x: Any, d: Any, decaying: Any, s: Any, c: Any) -> list[Tensor]:
-            return list(run["means"](g, x, d, decaying, *s, *c[:n]))
+            return list(run["means"](g, x, d, decaying, *s, *self.scalars_in(c)))
 
         if "sums" in run:
             return Means(len(self.parts["sums"].results), summed, None)
         if not divisors:
             return None
         rates = [*self.given["move"][:3]] if self.divides == "move" else []
-        divided_by, _ = self.trace.function([*averages, *rates], divisors)
+        more = [self.given[x] for x in self.more]
+        divided_by, _ = self.trace.function([*averages, *rates, *more], divisors)
 
         def divisor(means: Any, scale: Any, lr: Any, decay: Any, c: Any) -> Tensor:
             factors = (lr, scale, decay) if rates else ()
-            return divided_by(*means, *factors, *c[:n])[0]
+            return divided_by(*means, *factors, *self.scalars_in(c))[0]
 
         return Means(len(averages), measure, divisor, self.divides)
 
-    def _measured(self) -> tuple[list[Traced], list[Traced], dict[str, Traced]]:
+    def scalars_in(self, c: Any) -> tuple[Any, ...]:
+        """Return what a traced function takes of a step's coefficients."""
+        n = len(self.trace.coeffs)
+        return (*c[n : n + len(self.more)], *c[:n])
+
+    def _measured(
+        self, given: dict[str, Traced]
+    ) -> tuple[list[Traced], list[Traced], dict[str, Traced]]:
         """Trace `measure`; return the tensors, the stand-ins of their means, and results.
 
         The last of the stand-ins is the number of elements.
@@ -435,7 +455,7 @@ class Making:
                 f"{self.name} has measure and {lacks[0]}: allowed is one of both"
             )
         numel, (mean, part) = self.trace.input("numel"), self._averaged("measured")
-        result = self.call("measure", mean=mean, numel=numel)
+        result = self.call("measure", mean=mean, numel=numel, **given)
         numbers = result._asdict() if hasattr(result, "_asdict") else result
         right = isinstance(numbers, dict) and self._traced(numbers.values(), False)
         if not (right and part.results):
@@ -444,7 +464,7 @@ class Making:
                 "a dict of numbers that are computed of means, by the names that direction "
                 "takes"
             )
-        if clash := {*numbers} & {*self.given, *self.defaults, *self.statics}:
+        if clash := {*numbers} & {*self.given, *self.defaults, *self.statics, *names}:
             raise TypeError(
                 f"{self.name}.measure returned {min(clash)!r}, which is an argument of "
                 "methods or an option: choose another name"
@@ -457,13 +477,18 @@ class Making:
         tensors, known, numbers = self.measured
         if not numbers:
             return None
-        found_of, _ = self.trace.function(known, [*numbers.values()])
+        given = [self.given[x] for x in self.besides]
+        found_of, _ = self.trace.function([*known, *given], [*numbers.values()])
+
+        def scalars(c: Any) -> list[Any]:
+            return [*[getattr(c, x) for x in self.besides], *c[:n]]
 
         def read(g: Tensor, x: Tensor, s: Any, c: Any) -> list[Tensor]:
-            return list(run["measure"](g, *s[:count], x, *c[:n]))
+            return list(run["measure"](g, *s[:count], x, *scalars(c)))
 
         def told(means: list[Tensor], numel: Tensor, c: Any) -> Any:
-            return c._replace(**dict(zip(numbers, found_of(*means, numel, *c[:n]))))
+            found = found_of(*means, numel, *scalars(c))
+            return c._replace(**dict(zip(numbers, found)))
 
         return Measure(len(tensors), read, told)
 
@@ -531,13 +556,13 @@ class Making:
 
     def _direction(self, further: Any) -> Callable[..., Direction]:
         """Return `Rule.direction`, which accumulates if the coefficients are `further`."""
-        n, more, kind, count = len(self.trace.coeffs), len(self.more), self.kind, self.count
+        n, kind, count = len(self.trace.coeffs), self.kind, self.count
         usual = self.run["direction"]
         again = self.run.get("accumulate", usual)
 
         def direction(g: Tensor, s: Any, c: Any, x: Any = None) -> Direction:
             fn = again if isinstance(c, further) else usual
-            scalars = c if len(c) == n else (*c[n : n + more], *c[:n])
+            scalars = c if len(c) == n else self.scalars_in(c)
             d, *state = fn(g, *s[:count], x, *scalars)
             return Direction(d, new := kind(*state, *s[count:]), new)
 
@@ -545,13 +570,13 @@ class Making:
 
     def _after(self, due_place: int | None) -> Callable[..., tuple[Tensor, Any]]:
         """Return `Rule.after`, which acts where the coefficient at due_place is True."""
-        n, kind, run = len(self.trace.coeffs), self.kind, self.run["after"]
+        kind, run = self.kind, self.run["after"]
 
         def after(x: Tensor, u: Tensor, s: Any, c: Any) -> tuple[Tensor, Any]:
             due = due_place is None or c[due_place]
             if due is False:
                 return u, s
-            moved, *state = run(x, u, *s, *c[:n])
+            moved, *state = run(x, u, *s, *self.scalars_in(c))
             if due is True:
                 return moved, kind(*state)
             pairs = [*zip((moved, *state), (u, *s))]  # of a t that is a tensor

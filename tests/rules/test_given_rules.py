@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from optimi_func import compiled, population, prepare_for_gradient_release
 from optimi_func.core import philox
-from optimi_func.rules import Evaluated, Optimizer, Wide
+from optimi_func.rules import Evaluated, Optimizer, Wide, root
 from optimi_func.testing import check_rule
 
 HOW: dict[str, Any] = {"lr": 0.1, "rho": 1.0}
@@ -398,3 +398,126 @@ def test_extras_before_a_map(how: dict[str, Any]) -> None:
         assert p.grad is not None
         d = weight * p.grad
         torch.testing.assert_close(p.detach(), start - 0.2 * (d - d.mean()))
+
+
+class SPS(Optimizer, lr="inside"):
+    """The Polyak step size with a bound (arXiv:2002.10542)."""
+
+    c: float = 0.5
+
+    def measure(self, mean: Any, numel: Tensor, g: Tensor, loss: Tensor):
+        square = numel * mean(g * g)
+        return {"size": (loss / (self.c * square + 1e-6)).clamp_max(self.lr)}
+
+    def direction(self, g: Tensor, loss: Tensor, size: Tensor):
+        return size * g
+
+
+def sps(params: Any, grads: Any, lr: float, c: float = 0.5) -> Any:
+    for i, p in enumerate(params):
+        for step in grads:
+            square = step[i].square().sum()
+            p = p - min(lr, float(0.7 / (c * square + 1e-6))) * step[i]
+        params[i] = p
+    return params
+
+
+class Gated(Optimizer):
+    """A weighed direction of norm 1 whose finished delta is cut by a mask."""
+
+    def direction(self, g: Tensor, weight: Tensor, gate: Tensor):
+        return weight * g
+
+    def means(self, mean: Any, d: Tensor, weight: Tensor):
+        return root(mean(weight * d * d)) + 1e-6
+
+    def after(self, u: Tensor, gate: Tensor):
+        return gate * u
+
+
+def gated(params: Any, grads: Any, lr: float) -> Any:
+    for i, p in enumerate(params):
+        for step in grads:
+            weight, gate = step[i].cos() + 1.5, (step[i] > -0.5).double()
+            d = weight * step[i]
+            square = (weight * d * d).mean() if d.numel() else d.sum()
+            p = p - gate * lr * d / (square.sqrt() + 1e-6)
+        params[i] = p
+    return params
+
+
+REACHED: dict[str, Any] = {
+    "measure": (SPS, sps, lambda g: {"loss": torch.tensor(0.7, dtype=torch.float64)}),
+    "after and means": (
+        Gated,
+        gated,
+        lambda g: {
+            "weight": [x.cos() + 1.5 for x in g],
+            "gate": [(x > -0.5).double() for x in g],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "compile"),
+    [
+        pytest.param(name, on, marks=[pytest.mark.full] if on else [])
+        for name in REACHED
+        for on in (False, True)
+    ],
+)
+def test_other_methods_take_the_extras_of_the_direction(name: str, compile: bool) -> None:
+    rule, loop, extras = REACHED[name]
+    jumps = {"float32": 0.1, "bfloat16": 1.0, "bfloat16 exact": 1.0}
+    allowed = {**jumps, "bfloat16 compact": 1.0}
+    check_rule(rule, loop, lr=0.5, extras=extras, compile=compile, steps=6, allowed=allowed)
+
+
+def test_a_loss_is_the_closures_unless_step_is_given_one() -> None:
+    w = torch.tensor([3.0, 4.0], requires_grad=True)
+    optimizer = SPS([w], lr=1.0, compile=False)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = w.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 25
+    assert w.norm() < 1e-6  # the Polyak step of a square is exact
+    with torch.no_grad():
+        w.copy_(torch.tensor([3.0, 4.0]))
+    optimizer.step(closure, loss=torch.tensor(5.0))
+    # 5 / (0.5 * 100) * g
+    torch.testing.assert_close(w.detach(), torch.tensor([2.4, 3.2]))
+
+
+def test_lr_inside_is_no_factor_and_zero_divides_nothing() -> None:
+    class Inside(Optimizer, lr="inside"):
+        def direction(self, g: Tensor):
+            return self.lr**2 * g
+
+    class Child(Inside):
+        pass
+
+    for rule, lr, moved in ((Inside, 0.5, 0.25), (Child, 0.5, 0.25), (Inside, 0.0, 0.0)):
+        w = torch.ones(2, requires_grad=True)
+        w.grad = torch.ones(2)
+        rule([w], lr=lr, weight_decay=0.1, compile=False).step()
+        assert w.tolist() == pytest.approx([1 - moved - lr * 0.1] * 2)
+    with pytest.raises(TypeError, match=r"lr='outside'\): allowed are \('factor', 'ins"):
+
+        class Outside(Optimizer, lr="outside"):  # type: ignore
+            pass
+
+
+def test_other_methods_take_no_other_extras() -> None:
+    with pytest.raises(TypeError, match=r"after takes x, u, mask: allowed are x, u, s, t"):
+
+        class Lost(Optimizer):  # type: ignore
+            def direction(self, g: Tensor):
+                return g
+
+            def after(self, x: Tensor, u: Tensor, mask: Tensor):
+                return mask * u

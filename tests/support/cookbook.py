@@ -99,7 +99,7 @@ def signum(p: Tensor, gs: Any, lr: float, momentum: float) -> Tensor:
     m = 0 * p
     for g in gs:
         m = momentum * m + (1 - momentum) * g
-        p = p - lr * torch.where(m > 0, 1.0, torch.where(m < 0, -1.0, 0.0))
+        p = p - lr * ((m > 0).double() - (m < 0).double())
     return p
 
 
@@ -223,7 +223,13 @@ def sgld(params: Any, grads: Any, lr: float, temperature: float, seed: int) -> A
 
 
 def psgld(
-    params: Any, grads: Any, lr: float, alpha: float, eps: float, temperature: float, seed: int
+    params: Any,
+    grads: Any,
+    lr: float,
+    alpha: float,
+    eps: float,
+    temperature: float,
+    seed: int,
 ) -> Any:
     vs = [0 * p for p in params]
     for t, step in enumerate(grads):
@@ -257,7 +263,9 @@ def sophia(p: Tensor, gs: Any, lr: float, rho: float) -> Tensor:
 
 
 @each
-def adahessian(p: Tensor, gs: Any, lr: float, betas: Any, power: float, eps: float) -> Tensor:
+def adahessian(
+    p: Tensor, gs: Any, lr: float, betas: Any, power: float, eps: float
+) -> Tensor:
     m = v = 0 * p
     for t, g in enumerate(gs, 1):
         m, _ = moments(m, v, g, betas)
@@ -365,7 +373,14 @@ def adashift(p: Tensor, gs: Any, lr: float, beta: float, keep: int, eps: float) 
 
 @each
 def spam(
-    p: Tensor, gs: Any, lr: float, betas: Any, theta: float, every: int, warm: int, eps: float
+    p: Tensor,
+    gs: Any,
+    lr: float,
+    betas: Any,
+    theta: float,
+    every: int,
+    warm: int,
+    eps: float,
 ) -> Tensor:
     m = v = 0 * p
     for t, g in enumerate(gs):
@@ -391,7 +406,9 @@ def srsgd(p: Tensor, gs: Any, lr: float, every: int) -> Tensor:
 
 
 @each
-def adabound(p: Tensor, gs: Any, lr: float, betas: Any, final: float, gamma: float) -> Tensor:
+def adabound(
+    p: Tensor, gs: Any, lr: float, betas: Any, final: float, gamma: float
+) -> Tensor:
     m = v = 0 * p
     for t, g in enumerate(gs, 1):
         m, v = moments(m, v, g, betas)
@@ -463,7 +480,7 @@ def cocob(p: Tensor, gs: Any, lr: float, alpha: float) -> Tensor:
 def grokfast(
     p: Tensor, gs: Any, lr: float, betas: Any, alpha: float, amplify: float, eps: float
 ) -> Tensor:
-    m = v = h = 0 * p
+    m, v, h = 0 * p, 0 * p, gs[0]
     for t, g in enumerate(gs, 1):
         h = torch.lerp(g, h, alpha)
         m, v = moments(m, v, g + amplify * h, betas)

@@ -95,6 +95,34 @@ def qhadam(p: Tensor, gs: Any, lr: float, betas: Any, nus: Any, eps: float) -> T
 
 
 @each
+def qhm(p: Tensor, gs: Any, lr: float, momentum: float, nu: float) -> Tensor:
+    m = 0 * p
+    for g in gs:
+        m = momentum * m + (1 - momentum) * g
+        p = p - lr * torch.lerp(g, m, nu)
+    return p
+
+
+@each
+def ef_signsgd(p: Tensor, gs: Any, lr: float) -> Tensor:
+    e = 0 * p
+    for g in gs:
+        q = lr * g + e
+        d = q.norm(p=1) / max(1, q.numel()) * q.sign()
+        p, e = p - d, q - d
+    return p
+
+
+@each
+def ldog(p: Tensor, gs: Any, lr: float, first: float) -> Tensor:
+    start, far, squares = p, first, 1e-8
+    for g in gs:
+        far, squares = max(far, (p - start).norm().item()), squares + square_of([g])
+        p = p - lr * far / squares**0.5 * g
+    return p
+
+
+@each
 def signum(p: Tensor, gs: Any, lr: float, momentum: float) -> Tensor:
     m = 0 * p
     for g in gs:
@@ -623,6 +651,7 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "diffgrad": ({"betas": B, "eps": 1e-2}, {}),
     "dog": ({"first": 0.1}, {"lr": 1.0}),
     "dowg": ({"first": 0.1}, {"lr": 1.0}),
+    "ef_signsgd": ({}, {}),
     "fromage": ({}, {}),
     "ftrl": ({"l1": 0.5, "l2": 0.1, "beta": 0.7}, {"lr": 0.1}),
     "galore": ({"rank": 3}, {}),
@@ -631,6 +660,8 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "kate": ({"eta": 0.3, "eps": 1e-2}, {}),
     "laprop": ({"betas": B, "eps": 1e-2}, {}),
     "lars": ({"trust": 0.2, "l2": 0.1}, {}),
+    # With lr=1 the first step is as long as `first`, where the maximum has a kink.
+    "ldog": ({"first": 0.1}, {"lr": 0.8}),
     "madgrad": ({"momentum": 0.7, "eps": 1e-2}, {}),
     "mars": ({"gamma": 0.03}, {}),
     "novograd": ({"betas": (0.9, 0.95)}, {}),
@@ -641,6 +672,7 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "psgd": ({"rate": 0.1}, {}),
     "psgld": ({"alpha": 0.9, "eps": 1e-2, "temperature": 0.1, "seed": 7}, {}),
     "qhadam": ({"betas": B, "nus": (0.7, 0.9), "eps": 1e-2}, {}),
+    "qhm": ({"momentum": 0.8, "nu": 0.6}, {}),
     "sgdp": ({"momentum": 0.8, "delta": 0.5}, {}),
     "sghmc": ({"friction": 0.2, "temperature": 0.1, "seed": 7}, {}),
     "sgld": ({"temperature": 0.1, "seed": 7}, {}),

@@ -8,7 +8,8 @@ decay, and no other hyperparameter is tuned. Without decay Adam is AdamW.
 
 Runs are kept in a file as they end, so a benchmark that was stopped goes on from there. It
 runs a process for each thread of ``--threads``. Small tasks train all lrs of an optimizer
-and seeds together, as one vmapped population.
+and seeds together, as one vmapped population. ``--rule FILE:CLASS`` takes a rule of yours
+too; if it refuses some shapes, it has the hidden matrices, and AdamW the rest.
 
 What is reported: held-out loss, with its spread over seeds; steps and time to AdamW's final
 loss; the loss at a third and at three times the best lr; bytes; the time of a step.
@@ -38,7 +39,7 @@ from matplotlib.axes import Axes
 from torch import Tensor, nn
 from torch.func import functional_call
 from tqdm import tqdm
-from which_optimizers import CONTENDERS, Contender
+from which_optimizers import CONTENDERS, Contender, rule_of_file
 from which_tasks import TASKS, Task
 
 from optimi_func import population
@@ -59,6 +60,7 @@ class Config(harness.Options):
     growth: int = option(3, "lrs more at each edge, at most")
     shorter: int = option(1, "divides the steps")
     compile: bool = option(True, "the steps of classes")
+    rule: str = option("", "to compare too, as examples/rules/laprop.py:LaProp")
     rows: str = option("outputs/which/rows.jsonl", "the runs so far, to go on from")
 
 
@@ -93,10 +95,9 @@ def named(config: Config) -> tuple[dict[str, Task], dict[str, Contender]]:
     """Return the chosen tasks and optimizers by name."""
     tasks = {t.name: t.shorter(config.shorter) for t in TASKS}
     contenders = {c.name: c for c in CONTENDERS}
-    return (
-        {name: tasks[name] for name in config.tasks},
-        {name: contenders[name] for name in config.optimizers},
-    )
+    chosen = [contenders[name] for name in config.optimizers]
+    chosen += [rule_of_file(config.rule)] if config.rule else []
+    return {name: tasks[name] for name in config.tasks}, {c.name: c for c in chosen}
 
 
 # Training

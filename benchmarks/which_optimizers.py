@@ -1,14 +1,17 @@
 """The optimizers of `which.py`, and where their lrs are searched."""
 
+import runpy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import which_tasks
-from torch import nn
+from torch import Tensor, nn
 
 import optimi_func
-from optimi_func import hidden_matrices, transforms
+from optimi_func import Mixed, adamw, hidden_matrices, transforms
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,55 @@ class MuonAdamW(ForMatrices):
         del steps
         of_model = getattr(optimi_func, self.name)
         return of_model(model, lr=lr, compile=compile, **self.options)
+
+
+@cache
+def loaded(file: str) -> dict[str, Any]:
+    """Return what a file defines."""
+    return runpy.run_path(file)
+
+
+@dataclass(frozen=True)
+class RuleOfFile(Contender):
+    """A rule of the user's.
+
+    Attributes:
+        file: Where its class is.
+        source: The text of the file, which decides a run too.
+    """
+
+    file: str = ""
+    source: str = ""
+
+    def make(self, model: nn.Module, lr: float, steps: int, compile: bool) -> Any:
+        """Return the optimizer of a model."""
+        del steps
+        kind = loaded(self.file)[self.name]
+        if (value := kind.pure(lr=lr)).rule.refuses is None:
+            return kind(model.parameters(), lr=lr, compile=compile)
+        part, named = (self.takes(model, value), value), model.named_parameters()
+        return Mixed(named, part, rest=adamw(lr=lr), compile=compile)
+
+    def value(self, model: nn.Module, lr: Any, steps: int) -> Any:
+        """Return the same as a value."""
+        del steps
+        value = loaded(self.file)[self.name].pure(lr=lr)
+        if value.rule.refuses is None:
+            return value
+        return transforms.partition((self.takes(model, value), value), rest=adamw(lr=lr))
+
+    def takes(self, model: nn.Module, value: Any) -> Callable[[str, Tensor], bool]:
+        """Return a predicate of the hidden matrices that a rule does not refuse."""
+        hidden = hidden_matrices(model)
+        return lambda name, p: hidden(name, p) and value.rule.refuses(p) is None
+
+
+def rule_of_file(rule: str) -> Contender:
+    """Return the contender of FILE:CLASS."""
+    file, _, name = rule.rpartition(":")
+    if not Path(file).is_file() or name not in loaded(file):
+        raise SystemExit(f"--rule {rule}: allowed is a class of a file, as FILE:CLASS")
+    return RuleOfFile(name, "", file=file, source=Path(file).read_text())
 
 
 # A warmup is part of the schedule.

@@ -8,6 +8,7 @@ their tables: they are brought up to date.
 from pathlib import Path
 
 import benchmark_tables
+import cookbook_page
 import optimizer_pages
 import reference_pages
 
@@ -26,6 +27,7 @@ def files() -> dict[Path, str]:
     made[Path("reference/compiled.md")] = reference_pages.compiled_steps()
     for name in benchmark_tables.PAGES:
         made[Path(name)] = benchmark_tables.filled((DOCS / name).read_text())
+    made[Path("cookbook.md")] = cookbook_page.filled((DOCS / "cookbook.md").read_text())
     choose = (DOCS / "choose.md").read_text()
     for name in LISTS:
         made[Path(name)] = optimizer_pages.filled((DOCS / name).read_text(), choose)

@@ -332,7 +332,8 @@ from typing import assert_type
 from torch import Tensor
 
 from optimi_func import AdamW, Storage, TreeState, adamw, adamw_step, compiled, lion_step
-from own_rules import LARS, AdamP
+from adamp import AdamP
+from lars import LARS
 
 Tree = dict[str, Tensor]
 
@@ -365,7 +366,7 @@ def test_type_checkers_know_trees_and_storages(tmp_path: Path) -> None:
     file = tmp_path / "typed.py"
     file.write_text(TYPED)
     root = Path(optimi_func.__file__).parents[1]
-    paths = [str(root), str(root / "tests" / "support")]
+    paths = [str(root), str(root / "examples" / "rules")]
     (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": paths}))
     command = ["-m", "basedpyright", "--pythonpath", sys.executable]
     done = subprocess.run(

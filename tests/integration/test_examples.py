@@ -205,6 +205,7 @@ def test_which_benchmark(tmp_path: Path) -> None:
     numbers, rows = tmp_path / "numbers.json", tmp_path / "rows.jsonl"
     options = ["--quick", "--tasks", "images", "table", "--json", str(numbers)]
     options += ["--optimizers", "AdamW", "ScheduleFreeSGD", "--rows", str(rows)]
+    options += ["--rule", f"{ROOT / 'examples/rules/laprop.py'}:LaProp"]
     command = [sys.executable, str(ROOT / "benchmarks/which.py"), *options]
     # Not by `run`, whose processes may have no children.
     out = subprocess.check_output(command, text=True)
@@ -215,12 +216,20 @@ def test_which_benchmark(tmp_path: Path) -> None:
         assert str(cell["lr"]) in cell["by lr"] and len(cell["final"]) == 2
         assert cell["bytes"] == pytest.approx(8.0, abs=0.2)
         assert len(cell["untuned"]["final"]) == 2
+        own = task["optimizers"]["LaProp"]
+        assert own["bytes"] > 11.0 and own["final"] != cell["final"]
     assert "images: " in out and "as a population: " in out
     kept = rows.read_text()
     # What is in the file is not trained again.
     again = subprocess.check_output(command, text=True)
     assert again.splitlines()[2] == out.splitlines()[2]
     assert rows.read_text() == kept
+    # A rule of matrices, at half of Adam's state; AdamW has the rest.
+    file = ROOT / "examples/rules/adam_mini.py"
+    matrices = ["--tasks", "table", "--rule", f"{file}:AdamMini"]
+    subprocess.check_output(command + matrices)
+    task = json.loads(numbers.read_text())["tasks"]["table"]
+    assert 8.0 < task["optimizers"]["AdamMini"]["bytes"] < 11.0
 
 
 @pytest.mark.soak

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from cases import assert_moved_alike
-from own_rules import Sophia
 from scheduled import drive, start
+from sophia import Sophia
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset

@@ -4,7 +4,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from own_rules import LARS, MARS, PSGD, SGLD, DAdaptation, GaLore, NormedLAMB
+from d_adaptation import DAdaptation
+from galore import GaLore
+from lars import LARS
+from mars import MARS
+from own_rules import NormedLAMB
+from psgd import PSGD
+from sgld import SGLD
 from shards import EAGER, flat_mesh, full, placed
 from torch import distributed as dist
 from torch import nn
@@ -13,12 +19,12 @@ from worlds import world
 
 # By means before the direction, by whole matrices, and by sums over all parameters.
 RULES: list[tuple[Any, dict[str, Any]]] = [
-    (LARS, {"lr": 0.1}),
+    (LARS, {"lr": 0.1, "trust": 0.1, "l2": 0.1}),
     (MARS, {"lr": 0.1}),
     (NormedLAMB, {"lr": 0.1, "weight_decay": 0.1}),  # and of the direction
     (PSGD, {"lr": 0.1}),
     (SGLD, {"lr": 0.1}),
-    (GaLore, {"lr": 0.1, "gap": 2}),
+    (GaLore, {"lr": 0.1, "rank": 2, "gap": 2}),
     (DAdaptation, {"lr": 0.1, "first": 0.1}),
 ]
 

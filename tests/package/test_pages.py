@@ -34,6 +34,7 @@ for folder in ("_build", "pictures"):
     sys.path.append(str(DOCS / folder))
 
 import benchmark_tables  # noqa: E402
+import cookbook_page  # noqa: E402
 import house  # noqa: E402
 import menu  # noqa: E402
 import optimizer_pages  # noqa: E402
@@ -153,6 +154,15 @@ def test_tables_are_those_of_the_numbers() -> None:
         assert page == benchmark_tables.filled(page), "python docs/_build/generate.py"
         names |= set(re.findall(r"<!-- (\w+) -->", page))
     assert names == set(benchmark_tables.tables())
+
+
+def test_every_rule_to_copy_is_on_its_page_and_short() -> None:
+    page = (DOCS / "cookbook.md").read_text()
+    assert page == cookbook_page.filled(page), "python docs/_build/generate.py"
+    rules, files = cookbook_page.rules(), ROOT.glob("examples/rules/*.py")
+    for name in [path.name for path in files]:
+        assert f'--8<-- "examples/rules/{name}"' in page
+    assert len(rules) > 40 and max([rule.lines for rule in rules]) <= 30
 
 
 def test_the_house_has_every_module() -> None:

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from own_rules import SGLD, Sophia
+from sgld import SGLD
+from sophia import Sophia
 from torch import Tensor, nn
 
 from optimi_func import compiled, population, prepare_for_gradient_release

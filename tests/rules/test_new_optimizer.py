@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from forked import run_script
-from own_rules import Sophia
+from sophia import Sophia
 from torch import Tensor, nn
 
 import optimi_func

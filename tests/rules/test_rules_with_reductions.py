@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from own_rules import LARS
+from lars import LARS
 from tiers import row
 from torch import Tensor, nn
 

@@ -1,0 +1,27 @@
+"""Scaling Exponents Across Parameterizations and Optimizers,
+Everett et al. 2024 (arXiv:2407.05872).
+
+x -= lr atan2(m, sqrt(v))
+
+Adam without eps: gradients of any scale, and tiny ones of large models.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimi_func.rules import Betas, Optimizer, SecondMoment, root
+
+
+class AdamAtan2(Optimizer):
+    betas: Betas = Betas(0.9, 0.999)
+
+    class State(NamedTuple):
+        exp_avg: Tensor
+        exp_avg_sq: SecondMoment
+
+    def direction(self, g: Tensor, s: State, t: float):
+        b1, b2 = self.betas
+        m, v = b1 * s.exp_avg + (1 - b1) * g, b2 * s.exp_avg_sq + (1 - b2) * g * g
+        return torch.atan2(m / (1 - b1**t), root(v / (1 - b2**t))), self.State(m, v)

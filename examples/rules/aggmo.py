@@ -1,0 +1,25 @@
+"""Aggregated Momentum: Stability Through Passive Damping, Lucas et al. 2018
+(arXiv:1804.00325).
+
+v[i] = b[i] v[i] + g, x -= lr mean(v)
+
+Momentum near 1 without oscillations: betas 0, 0.9, 0.99 and perhaps 0.999.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from optimi_func.rules import Optimizer
+
+
+class AggMo(Optimizer):
+    betas: tuple[float, ...] = (0.0, 0.9, 0.99)
+
+    @property
+    def State(self):
+        return NamedTuple("State", [(f"v{i}", Tensor) for i in range(len(self.betas))])
+
+    def direction(self, g: Tensor, s):
+        vs = [b * v + g for b, v in zip(self.betas, s)]
+        return sum(vs[1:], vs[0]) / len(vs), self.State(*vs)

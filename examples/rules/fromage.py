@@ -1,0 +1,22 @@
+"""On the Distance between Two Neural Networks and the Stability of Learning,
+Bernstein et al. 2020 (arXiv:2002.03432).
+
+x = (x - lr |x| / |g| g) / sqrt(1 + lr^2)
+
+One lr, near 0.01, for GANs, images and transformers. Weights keep their norm.
+"""
+
+from torch import Tensor
+
+from optimi_func.rules import Optimizer, root
+
+
+class Fromage(Optimizer):
+    def measure(self, mean, g: Tensor, x: Tensor):
+        return {"ratio": root(mean(x * x)) / root(mean(g * g)).clamp_min(1e-12)}
+
+    def direction(self, g: Tensor, ratio: Tensor):
+        return ratio * g
+
+    def after(self, x: Tensor, u: Tensor):
+        return (x + u) / (1 + self.lr**2) ** 0.5 - x

@@ -1,0 +1,33 @@
+"""SGDP, of AdamP: Slowing Down the Slowdown for Momentum Optimizers on Scale-invariant
+Weights, Heo et al. 2020 (arXiv:2006.08217).
+
+m = b m + g, less its part along x if g has next to none, x -= lr m
+
+Networks with normalization, as ResNets, whose weights only grow under momentum.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimi_func.rules import Optimizer, root
+
+
+class SGDP(Optimizer):
+    momentum: float = 0.9
+    delta: float = 0.1
+
+    class State(NamedTuple):
+        buffer: Tensor
+
+    def measure(self, mean, numel: Tensor, g: Tensor, s: State, x: Tensor):
+        m = self.momentum * s.buffer + g
+        square, along = mean(x * x), mean(x * m)
+        cosine = mean(g * x).abs() / (root(mean(g * g) * square) + 1e-12)
+        apart = cosine < self.delta / numel.sqrt()
+        return {"share": torch.where(apart, along / square, 0.0)}
+
+    def direction(self, g: Tensor, s: State, x: Tensor, share: Tensor):
+        m = self.momentum * s.buffer + g
+        return m - share * x, self.State(m)

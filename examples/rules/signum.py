@@ -1,0 +1,24 @@
+"""signSGD: Compressed Optimisation for Non-Convex Problems,
+Bernstein et al. 2018 (arXiv:1802.04434).
+
+m = b m + (1 - b) g, x -= lr sign(m)
+
+Half of Adam's state. The baseline of Lion, and of distributed training by votes.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from optimi_func.rules import Optimizer
+
+
+class Signum(Optimizer):
+    momentum: float = 0.9
+
+    class State(NamedTuple):
+        exp_avg: Tensor
+
+    def direction(self, g: Tensor, s: State):
+        m = self.momentum * s.exp_avg + (1 - self.momentum) * g
+        return m.sign(), self.State(m)

@@ -1,0 +1,30 @@
+"""Scheduled Restart Momentum for Accelerated Stochastic Gradient Descent,
+Wang et al. 2020 (arXiv:2002.10583).
+
+v = x - lr g, x = v + k / (k + 3) (v - last v), k begins anew at every `every`-th step
+
+Image networks: Nesterov's growing momentum, which noise does not spoil.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from optimi_func.rules import Optimizer, Wide
+
+
+class SRSGD(Optimizer):
+    every: int = 40
+
+    class State(NamedTuple):
+        v: Wide
+
+    def init(self, p: Tensor):
+        return self.State(p)
+
+    def direction(self, g: Tensor, s: State):
+        return g, s
+
+    def after(self, x: Tensor, u: Tensor, s: State, t: float):
+        k = (t - 1) % self.every
+        return u + k / (k + 3) * (x + u - s.v), self.State(x + u)

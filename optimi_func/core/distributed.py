@@ -309,10 +309,13 @@ def lost(error: RuntimeError) -> str:
     return "a process of the group ended: " if ended else ""
 
 
-def all_reduce_sum(numbers: list[Tensor], shards: list[ShardSpec | None]) -> list[Tensor]:
+def all_reduce_sum(
+    numbers: list[Tensor], shards: list[ShardSpec | None], largest: bool = False
+) -> list[Tensor]:
     """All-reduce 0-d tensors over their processes, those of one group by one collective.
 
-    The sums are computed in float64 and returned in the tensor's dtype and on its device.
+    The sums, or if `largest` the maxima, are computed in float64 and returned in the
+    tensor's dtype and on its device.
     """
     groups = {i: shard.group for i, shard in enumerate(shards) if shard is not None}
     sums = list(numbers)
@@ -321,7 +324,8 @@ def all_reduce_sum(numbers: list[Tensor], shards: list[ShardSpec | None]) -> lis
         device = numbers[indices[0]].to(mesh.device_type).device
         flat = torch.stack([numbers[i].to(device, torch.float64) for i in indices])
         for dim in dims:
-            distributed.all_reduce(flat, group=mesh.get_group(dim))
+            op = distributed.ReduceOp.MAX if largest else distributed.ReduceOp.SUM
+            distributed.all_reduce(flat, op, group=mesh.get_group(dim))
         for i, total in zip(indices, flat.unbind()):
             sums[i] = total.to(numbers[i].device, numbers[i].dtype)
     return sums

@@ -6,7 +6,7 @@ differ in where they compute and write, but not in the formula.
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,11 +28,18 @@ from optimi_func.core.rule import (
 )
 from optimi_func.core.storage import Storage, decode, encode
 
+# Returns the mean of each tensor, and the maximum of so many of the last.
+TakeMeans: TypeAlias = Callable[[list[Tensor], int], list[Tensor]]
 
-def whole_means(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the mean of each tensor, for a leaf that is no shard."""
+
+def whole_means(tensors: list[Tensor], tops: int = 0) -> list[Tensor]:
+    """Return the mean of each tensor, and of the last ones the maximum, of no shard."""
     # The mean of no elements is NaN, which derivatives would multiply by 0.
-    return [x.mean() if x.numel() else x.sum() for x in tensors]
+    end = len(tensors) - tops
+    return [
+        x.sum() if not x.numel() else x.mean() if i < end else x.amax()
+        for i, x in enumerate(tensors)
+    ]
 
 
 def count_means(rule: Rule, rates: Rates, write: bool = True) -> tuple[int, ...]:
@@ -46,20 +53,26 @@ def count_means(rule: Rule, rates: Rates, write: bool = True) -> tuple[int, ...]
     return (*before, after) if after and write else before
 
 
+def count_tops(rule: Rule) -> tuple[int, int]:
+    """Return how many of the last in each kind of round are maxima."""
+    before, after = rule.measure, rule.means
+    return 0 if before is None else before.tops, 0 if after is None else after.tops
+
+
 def taking(
-    rule: Rule, known: Sequence[Tensor], mean: Callable[[list[Any]], list[Any]]
-) -> Callable[[list[Any]], list[Any]]:
+    rule: Rule, known: Sequence[Tensor], mean: TakeMeans
+) -> Callable[[list[Any], int], list[Any]]:
     """Return a `take_means` of known means, which calls `mean` for the others.
 
     If the rule has `measure`, the first known is the number of elements.
     """
     left: list[Any] = list(known)
 
-    def take(tensors: list[Any]) -> list[Any]:
+    def take(tensors: list[Any], tops: int = 0) -> list[Any]:
         sized = rule.measure is not None and len(left) == len(known)
         count = len(tensors) + sized
         if count > len(left):
-            left[sized:] = mean(tensors)
+            left[sized:] = mean(tensors, tops)
         now, left[:] = left[:count], left[count:]
         return [x.to(tensors[0].dtype) for x in now]
 
@@ -113,7 +126,7 @@ def leaf_step(
     g: Tensor,
     scalars: Scalars,
     write: bool,
-    take_means: Callable[[list[Tensor]], list[Tensor]],
+    take_means: TakeMeans,
     wide: torch.dtype | None = None,
 ) -> Leaf:
     """Return one parameter after one step.
@@ -136,7 +149,8 @@ def leaf_step(
     divide the others by their share, but by no less than 1e-3.
 
     write=False moves only the state (accumulating). take_means returns the mean of each
-    tensor over the whole parameter, of which the leaf may be a shard. `wide` is the leaf's
+    tensor over the whole parameter, of which the leaf may be a shard, and of so many of the
+    last the maximum. `wide` is the leaf's
     dtype of arithmetic, if it is known.
     """
     u, _, add = leaf_move(rule, leaf, g, scalars, write, take_means, wide)
@@ -149,7 +163,7 @@ def leaf_move(
     g: Tensor,
     scalars: Scalars,
     write: bool,
-    take_means: Callable[[list[Tensor]], list[Tensor]],
+    take_means: TakeMeans,
     wide: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Callable[[Tensor], Leaf]]:
     """Return the u and x of `leaf_step` before `after`, and the function that adds u."""
@@ -166,7 +180,7 @@ def leaf_move(
     mapped = tuple(old[count:])
     partial_state = type(state)(*old[:count], *[None] * len(mapped))
     if rule.measure is not None:
-        means = take_means(rule.measure.measure(g, x, partial_state, c))
+        means = take_means(rule.measure.measure(g, x, partial_state, c), rule.measure.tops)
         if len(means) == rule.measure.number:  # else the number of elements is the first
             numel = torch.full((), x.numel(), dtype=x.dtype, device=x.device)
             means = [numel, *means]
@@ -256,7 +270,7 @@ def _delta(
     shared: object,
     coeffs: object,
     r: Rates,
-    take_means: Callable[[list[Tensor]], list[Tensor]],
+    take_means: TakeMeans,
 ) -> Tensor:
     """Return the delta of a direction, with decay."""
     lr, decaying, by = r.lr, x, rule.means.divides if rule.means is not None else ""
@@ -275,7 +289,8 @@ def _delta(
         # Nothing decays at lr = 0.
         added = decaying * (r.decay / (r.lr + (r.lr == 0.0))) if by == "sum" else decaying
         measured += rule.means.measure(g, x, d, added, shared, coeffs)
-    means = take_means(measured) if measured else []
+    tops = 0 if rule.means is None else rule.means.tops
+    means = take_means(measured, tops) if measured else []
     scale: Scalar = 1.0
     if r.cautious:
         scale = 1.0 / means.pop(0).clamp_min(1e-3)
@@ -297,9 +312,9 @@ def leaf_round(
     """
     found: list[list[Tensor]] = []
 
-    def mean(tensors: list[Tensor]) -> list[Tensor]:
+    def mean(tensors: list[Tensor], tops: int) -> list[Tensor]:
         found.append(tensors)
-        return whole_means(tensors)
+        return whole_means(tensors, tops)
 
     leaf_move(rule, leaf, g, scalars, True, taking(rule, known, mean))
     return found[0]

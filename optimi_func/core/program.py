@@ -319,8 +319,8 @@ def _record(kind: Kind, scalars: Scalars) -> Program:
     now = with_given(rule, fill(kind.statics, spec, values), tensors[1 + len(own) :])
     leaf = leaf_of(rule, (), own)
 
-    def mean(found: list[Tensor]) -> list[Tensor]:
-        taken[:] = whole_means(found)
+    def mean(found: list[Tensor], tops: int) -> list[Tensor]:
+        taken[:] = whole_means(found, tops)
         return taken
 
     with torch.no_grad(), _Recorder() as recorder:

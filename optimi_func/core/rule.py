@@ -85,12 +85,14 @@ class Means(NamedTuple):
             which needs the means at the end of the step. `shared` is the new state then.
         divides: "direction" leaves out the decay. "sum" divides the move, and `measure` is
             given what decay adds to d, decay / lr * decaying.
+        tops: How many of the last are maxima, not means.
     """
 
     number: int
     measure: Callable[[Tensor, Tensor, Tensor, Tensor, Any, Any], list[Tensor]]
     divisor: Callable[[list[Tensor], Scalar, Scalar, Scalar, Any], Tensor] | None
     divides: Literal["move", "direction", "sum"] = "move"
+    tops: int = 0
 
 
 class Measure(NamedTuple):
@@ -102,11 +104,13 @@ class Measure(NamedTuple):
             means are taken. The state is that before the step.
         settle: `(means, numel, coeffs) -> coeffs` with what `direction` reads. numel is the
             number of elements of the whole tensor, and 0-d as the means are.
+        tops: How many of the last are maxima, not means.
     """
 
     number: int
     measure: Callable[[Tensor, Tensor, Any, Any], list[Tensor]]
     settle: Callable[[list[Tensor], Tensor, Any], Any]
+    tops: int = 0
 
 
 class Whole(NamedTuple):

@@ -139,7 +139,7 @@ class EagerLaunch(Launch):
             torch._foreach_copy_([x[offset : offset + len(g)] for x in wholes], found)
             offset, found = offset + len(g), []  # freed before there are the next ones
         # The bits of a mean depend on how its elements are added up.
-        return torch.stack(whole_means(wholes))[None]
+        return torch.stack(whole_means(wholes, self.tops[self._round(known)]))[None]
 
     def _row(self, known: Tensor | None) -> Sequence[Tensor]:
         return () if known is None else known[0].to(self.dtype).unbind()
@@ -171,8 +171,8 @@ class EagerLaunch(Launch):
     ) -> list[Tensor]:
         taken: list[Tensor] = []
 
-        def mean(tensors: list[Tensor]) -> list[Tensor]:
-            taken[:] = whole_means(tensors)
+        def mean(tensors: list[Tensor], tops: int) -> list[Tensor]:
+            taken[:] = whole_means(tensors, tops)
             return taken
 
         for (g, *own), targets in self._slices(columns, None):

@@ -24,6 +24,7 @@ from optimi_func.core.codes import GROUP
 from optimi_func.core.leaf import (
     compute_dtype,
     count_means,
+    count_tops,
     leaf_round,
     leaf_step,
     taking,
@@ -291,7 +292,9 @@ def _body(key: KernelKey, spec: pytree.TreeSpec) -> Kernel:
         if key.round is not None:
             count = count_means(rule, scalars.rates, key.write)[key.round]
             found = leaf_round(rule, leaf, g, scalars, known[:-count])
-            for place, mean in zip(numbers.split(1)[-count:], whole_means(found)):
+            # The first round is `Rule.measure`'s, if there is one.
+            tops = count_tops(rule)[key.round + (rule.measure is None)]
+            for place, mean in zip(numbers.split(1)[-count:], whole_means(found, tops)):
                 place.copy_(mean.reshape(1))
             return
         take = taking(rule, known, whole_means)

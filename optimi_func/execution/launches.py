@@ -1,5 +1,6 @@
 """Launches: calls that update some parameters of a plan, and that later steps repeat."""
 
+import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
@@ -15,6 +16,7 @@ from optimi_func.core.distributed import ShardSpec, all_reduce_sum, to_local
 from optimi_func.core.leaf import (
     compute_dtype,
     count_means,
+    count_tops,
 )
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.packed import ALIGNMENT
@@ -59,6 +61,7 @@ class Launch:
         # The number of means in each round that is measured before `run`, and the number
         # of elements of each tensor, which a rule with `measure` knows before that.
         self.rounds = count_means(rule, first.scalars.scalars.rates, write)
+        self.tops = count_tops(rule)[rule.measure is None :]
         self.sizes: Tensor | None = None
         # Sums of a rule that joins them are reduced at the end of the step.
         held = bool(self.rounds) and rule.join is None
@@ -124,9 +127,12 @@ class Launch:
 
         `known` has a row of those before it.
         """
-        count = self.rounds[self._round(known)]
-        shape, device = (len(self.places), count), step.columns.grads[self.places[0]].device
-        return torch.zeros(shape, dtype=torch.float64, device=device)
+        i = self._round(known)
+        count, device = self.rounds[i], step.columns.grads[self.places[0]].device
+        shape = len(self.places), count
+        found = torch.zeros(shape, dtype=torch.float64, device=device)
+        found[:, count - self.tops[i] :] = -math.inf
+        return found
 
     def run(self, step: Step, known: Tensor | None) -> Tensor | None:
         """Update the parameters, and return the means that it has taken itself, if any.
@@ -195,9 +201,10 @@ def _measured(launches: list[Launch], step: Step) -> Iterator[tuple[Launch, Tens
             known = _behind(known, launch.measure(step, known))
         yield launch, known
     every = [launch.sizes for launch in together] if together else []
-    for _ in together[0].rounds if together else ():
+    for i, _ in enumerate(together[0].rounds if together else ()):
         found = [x.measure(step, known) for x, known in zip(together, every)]
-        every = list(map(_behind, every, _over_shards(together, found)))
+        whole = _over_shards(together, found, together[0].tops[i])
+        every = list(map(_behind, every, whole))
     yield from zip(together, every)
 
 
@@ -205,21 +212,28 @@ def _behind(known: Tensor | None, found: Tensor) -> Tensor:
     return found if known is None else torch.cat([known, found], 1)
 
 
-def _over_shards(batch: list[Launch], found: list[Tensor]) -> list[Tensor]:
-    """Return means over whole tensors, of those over their local shards."""
+def _over_shards(batch: list[Launch], found: list[Tensor], tops: int) -> list[Tensor]:
+    """Return means over whole tensors, of those over their local shards.
+
+    So many of the last are maxima.
+    """
+    width = found[0].shape[1]
     rows: dict[int, tuple[Tensor, ShardSpec]] = {}
     for launch, means in zip(batch, found):
-        own = zip(launch.places, means.double(), launch.lengths, launch.shards)
-        rows |= {i: (mean * length, shard) for i, mean, length, shard in own}
+        lengths = torch.ones_like(means, dtype=torch.float64)
+        column = torch.tensor(launch.lengths.tolist(), device="cpu").to(lengths)
+        lengths[:, : width - tops] = column[:, None]
+        own = zip(launch.places, means * lengths, launch.shards)
+        rows |= {i: (row, shard) for i, row, shard in own}
     # All processes have the same order.
     order = sorted(rows)
     numbers = [x for i in order for x in rows[i][0].unbind()]
     shards: list[ShardSpec | None] = [rows[i][1] for i in order for _ in rows[i][0]]
     totals = iter(all_reduce_sum(numbers, shards))
-    whole = {
-        i: torch.stack(list(islice(totals, len(rows[i][0])))) / rows[i][1].numel
-        for i in order
-    }
+    whole = {i: torch.stack(list(islice(totals, width))) / rows[i][1].numel for i in order}
+    largest = iter(all_reduce_sum(numbers, shards, largest=True) if tops else ())
+    for i in order if tops else ():
+        whole[i][width - tops :] = torch.stack(list(islice(largest, width)))[width - tops :]
     return [torch.stack([whole[i] for i in launch.places]) for launch in batch]
 
 
@@ -341,8 +355,13 @@ class ListLaunch(Launch):
         means = buffer[:, -self.rounds[i] :]
         if self._pieces == count:
             return means
-        sums = torch.zeros((count, self.rounds[i]), dtype=torch.float64, device="cpu")
-        return sums.index_add_(0, self._rows, means * self._shares[:, None])
+        whole = torch.zeros((count, self.rounds[i]), dtype=torch.float64, device="cpu")
+        end = self.rounds[i] - self.tops[i]
+        whole[:, :end].index_add_(0, self._rows, means[:, :end] * self._shares[:, None])
+        tops = means[:, end:].double()
+        places = self._rows[:, None].expand_as(tops)
+        whole[:, end:].scatter_reduce_(0, places, tops, "amax", include_self=False)
+        return whole
 
     def run(self, step: Step, known: Tensor | None) -> Tensor | None:
         """Update the parameters."""

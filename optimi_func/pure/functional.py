@@ -369,8 +369,8 @@ class FunctionalOptimizer(Kept):
             results = {i: new for i, (new, _) in found.items()}
             means = {i: taken for i, (_, taken) in found.items()}
 
-        def take(measured: list[Tensor]) -> list[Tensor]:
-            means[i] = whole_means(measured)
+        def take(measured: list[Tensor], tops: int) -> list[Tensor]:
+            means[i] = whole_means(measured, tops)
             return means[i]
 
         for i, (p, leaf, g) in enumerate(zip(tree.leaves, old, tree.grads)):

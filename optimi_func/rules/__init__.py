@@ -70,11 +70,12 @@ class Optimizer(Body):
     - `accumulate(self, g, s, ...) -> (d, State)`: for a further part of a step's gradient.
     - `after(self, x, u, s, t, r) -> (u, State)` rewrites the finished delta u, at the steps
       for which `due(self, t)`, if there is one, is True.
-    - `measure(self, mean, numel, g, s, x, t, r)` returns a dict of numbers, which are made
-      of means over the parameter before the step, and which direction takes by name.
-    - `means(self, mean, g, s, x, d, t)` returns what d is divided by. If it takes `decay`,
-      what decay adds to d, it divides their sum. With `move`, it
-      divides the whole move (see `Move`). s is the new state.
+    - `measure(self, mean, top, numel, g, s, x, t, r)` returns a dict of numbers, which are
+      made of means (`mean(x * x)`) and maxima (`top(g.abs())`) over the parameter before
+      the step, and which direction takes by name.
+    - `means(self, mean, top, g, s, x, d, t)` returns what d is divided by. If it takes
+      `decay`, what decay adds to d, it divides their sum. With `move`, it divides the whole
+      move (see `Move`). s is the new state.
     - `whole(self, d, t, x) -> d` maps the direction of a whole tensor, as Muon does. With
       fields that are `Shaped`, it takes s and returns (d, State), as SOAP does.
       `refuses(self, p)` returns why it does not take a parameter, or None.

@@ -50,8 +50,8 @@ _TAKES = {
     "eval_point": ["x", "s", "t", "r", "c"],
     "sums": ["g", "s", "x", "t", "r", "c"],
     "join": ["r", "sums"],
-    "measure": ["mean", "numel", "g", "s", "x", "t", "r", "c"],
-    "means": ["mean", "g", "s", "x", "d", "t", "decay", "move", "c"],
+    "measure": ["mean", "top", "numel", "g", "s", "x", "t", "r", "c"],
+    "means": ["mean", "top", "g", "s", "x", "d", "t", "decay", "move", "c"],
     "whole": ["d", "s", "t", "x", *RATES],
     "coeffs": ["t", "r", *RATES],
 }
@@ -378,16 +378,25 @@ class Making:
             self.parts["measure"] = Part([*own, *given], self.measured[0])
         return traced["direction"][1 + count :]
 
-    def _averaged(self, name: str) -> tuple[Callable[[Traced], Traced], Part]:
-        """Return `mean` for a method; what it was given, and returned, is in the Part."""
-        part = Part([], [])
+    def _reduced(self, method: str, **more: Any) -> tuple[object, Part, int]:
+        """Trace a method that takes `mean` and `top`.
 
-        def mean(x: Traced) -> Traced:
-            part.inputs.append(x)
-            part.results.append(self.trace.input(f"{name}_{len(part.results)}"))
-            return part.results[-1]
+        Returns its result, a Part of what these were given, and returned, means first, and
+        the number of maxima.
+        """
+        parts = {"mean": Part([], []), "top": Part([], [])}
 
-        return mean, part
+        def take(kind: str, x: Traced) -> Traced:
+            inputs, results = parts[kind]
+            inputs.append(x)
+            results.append(self.trace.input(f"{kind}_{method}_{len(results)}"))
+            return results[-1]
+
+        takers = {kind: partial(take, kind) for kind in parts}
+        result = self.call(method, **takers, **more)
+        means, tops = parts.values()
+        inputs, results = [*means.inputs, *tops.inputs], [*means.results, *tops.results]
+        return result, Part(inputs, results), len(tops.results)
 
     @property
     def new_state(self) -> Any:
@@ -404,8 +413,8 @@ class Making:
         """Trace `means`; return the stand-ins of means, and what they are divided by."""
         if not self.names("means"):
             return [], []
-        me, new, (mean, part) = self.given, self.new_state, self._averaged("mean")
-        divisor = self.call("means", mean=mean, s=new)
+        me, new = self.given, self.new_state
+        divisor, part, self.tops = self._reduced("means", s=new)
         decays = me["move"].decays if self.divides == "move" else me["decay"]
         more = [me[x] for x in self.more]
         inputs = [me["g"], me["x"], me["d"], decays, *new, *more]
@@ -434,7 +443,7 @@ class Making:
             factors = (lr, scale, decay) if rates else ()
             return divided_by(*means, *factors, *self.scalars_in(c))[0]
 
-        return Means(len(averages), measure, divisor, self.divides)
+        return Means(len(averages), measure, divisor, self.divides, self.tops)
 
     def scalars_in(self, c: Any) -> tuple[Any, ...]:
         """Return what a traced function takes of a step's coefficients."""
@@ -454,9 +463,10 @@ class Making:
             raise TypeError(
                 f"{self.name} has measure and {lacks[0]}: allowed is one of both"
             )
-        numel, (mean, part) = self.trace.input("numel"), self._averaged("measured")
-        result = self.call("measure", mean=mean, numel=numel, **given)
-        numbers = result._asdict() if hasattr(result, "_asdict") else result
+        numel = self.trace.input("numel")
+        result, part, self.measured_tops = self._reduced("measure", numel=numel, **given)
+        own: Any = result
+        numbers = own._asdict() if hasattr(own, "_asdict") else own
         right = isinstance(numbers, dict) and self._traced(numbers.values(), False)
         if not (right and part.results):
             raise TypeError(
@@ -490,7 +500,7 @@ class Making:
             found = found_of(*means, numel, *scalars(c))
             return c._replace(**dict(zip(numbers, found)))
 
-        return Measure(len(tensors), read, told)
+        return Measure(len(tensors), read, told, self.measured_tops)
 
     def _traced(self, results: Iterable[object], on_host: bool) -> bool:
         """Return True if all results are stand-ins, of scalars if `on_host`."""

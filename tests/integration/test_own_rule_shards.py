@@ -9,6 +9,7 @@ from galore import GaLore
 from lars import LARS
 from mars import MARS
 from own_rules import NormedLAMB
+from peaks import Peak
 from psgd import PSGD
 from sgld import SGLD
 from shards import EAGER, flat_mesh, full, placed
@@ -22,6 +23,7 @@ RULES: list[tuple[Any, dict[str, Any]]] = [
     (LARS, {"lr": 0.1, "trust": 0.1, "l2": 0.1}),
     (MARS, {"lr": 0.1}),
     (NormedLAMB, {"lr": 0.1, "weight_decay": 0.1}),  # and of the direction
+    (Peak, {"lr": 0.1}),  # maxima before the direction and of it
     (PSGD, {"lr": 0.1}),
     (SGLD, {"lr": 0.1}),
     (GaLore, {"lr": 0.1, "rank": 2, "gap": 2}),
@@ -54,8 +56,9 @@ def test_steps_of_users_rules_are_those_of_one_process() -> None:
             sent.clear()
             with mock.patch.object(dist, "all_reduce", counted):
                 optimizer.step()
-            if cls in (LARS, NormedLAMB) and cut is not None:  # a message for each round
-                assert len(sent) == 1 + (cls is NormedLAMB), (cls, how, cut, len(sent))
+            messages = {LARS: 1, NormedLAMB: 2, Peak: 4}  # one for each round and kind
+            if cls in messages and cut is not None:
+                assert len(sent) == messages[cls], (cls, how, cut, len(sent))
             tree, state = value.step(tree, grads, state)
         return [*map(full, params), *map(full, tree)]
 
@@ -65,7 +68,7 @@ def test_steps_of_users_rules_are_those_of_one_process() -> None:
             ways.append((torch.float32, EAGER))
         if cls is LARS:
             ways.append((torch.bfloat16, {"foreach": True}))
-        if cls in (LARS, NormedLAMB):
+        if cls in (LARS, NormedLAMB, Peak):
             ways.append((torch.float32, {"compile": True}))
         for dtype, how in ways:
             alone = train(cls, hyper, None, dtype, how)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from lars import LARS
+from peaks import Peak, peak
 from tiers import row
 from torch import Tensor, nn
 
@@ -94,6 +95,29 @@ def test_means_before_and_after_the_direction_are_three_kernels(graphs: Any) -> 
         want, _ = value.step(trees, grads, value.init(trees))
         torch.testing.assert_close(found, want, rtol=1e-6, atol=0.0)
     assert graphs() == 3  # two measure, and one moves
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_maxima_before_and_after_the_direction(compile: bool) -> None:
+    check_rule(Peak, peak, compile=compile, steps=6)
+
+
+@pytest.mark.parametrize(
+    "how", [{"compile": False}, pytest.param({"compile": True}, marks=pytest.mark.full)]
+)
+def test_maxima_of_parameters_in_pieces(how: Any) -> None:
+    starts = [torch.randn(n, dtype=torch.float64) for n in (5, 70_000, 1_000_003)]
+    ps = [x.float().requires_grad_() for x in starts]
+    starts = [p.detach().double() for p in ps]
+    optimizer, steps = Peak(ps, lr=0.1, **how), list[Any]()
+    for _ in range(2):
+        for p in ps:
+            p.grad = torch.randn_like(p)
+            p.grad[-2] = 9.0 if p.numel() > 5 else 0.0  # in the last piece
+        steps.append([p.grad.double() for p in ps if p.grad is not None])
+        optimizer.step()
+    for p, want in zip(ps, peak(list(starts), steps, 0.1)):
+        torch.testing.assert_close(p.detach().double(), want, rtol=1e-5, atol=1e-5)
 
 
 def test_release_accumulates_and_members_are_measured_apart() -> None:

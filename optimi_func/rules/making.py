@@ -378,7 +378,7 @@ class Making:
             self.parts["measure"] = Part([*own, *given], self.measured[0])
         return traced["direction"][1 + count :]
 
-    def _reduced(self, method: str, **more: Any) -> tuple[object, Part, int]:
+    def _reduced(self, method: str, **more: Any) -> tuple[Any, Part, int]:
         """Trace a method that takes `mean` and `top`.
 
         Returns its result, a Part of what these were given, and returned, means first, and
@@ -465,8 +465,7 @@ class Making:
             )
         numel = self.trace.input("numel")
         result, part, self.measured_tops = self._reduced("measure", numel=numel, **given)
-        own: Any = result
-        numbers = own._asdict() if hasattr(own, "_asdict") else own
+        numbers = result._asdict() if hasattr(result, "_asdict") else result
         right = isinstance(numbers, dict) and self._traced(numbers.values(), False)
         if not (right and part.results):
             raise TypeError(

@@ -344,21 +344,35 @@ def test_rules_with_extras_and_noise_have_kernels(name: str) -> None:
     )
 
 
-def test_tensors_of_a_step_draw_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
+@pytest.mark.parametrize(
+    ("sizes", "compile", "together"),
+    [
+        ([9, 40, 3, 1 << 14, 1 << 16], False, [52, 1 << 14, 1 << 16]),
+        # A kernel would read all at once.
+        pytest.param(
+            [5, 1 << 18, *[1 << 16] * 3],
+            True,
+            [5, 1 << 18, 1 << 17, 1 << 16],
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_tensors_of_a_step_draw_together(
+    sizes: list[int], compile: bool, together: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[int] = []
 
     def counted(*given: Any, draw: Any = philox.normals) -> Any:
-        calls.append(sum(x is not None for x in given[2]))
+        drawn.append(sum(x.numel() for x in given[2] if x is not None))
         return draw(*given)
 
     monkeypatch.setattr(philox, "normals", counted)
-    sizes = 9, 40, 3, 1 << 14, 1 << 16
     ps = [torch.zeros(n, requires_grad=True) for n in sizes]
-    optimizer = SGLD(ps, lr=0.1, compile=False)
+    optimizer = SGLD(ps, lr=0.1, compile=compile)
     for p in ps:
         p.grad = torch.ones_like(p)
     optimizer.step()
-    assert calls == [3, 1, 1]
+    assert drawn == together
 
 
 def test_complex_parameters_take_real_and_complex_extras() -> None:

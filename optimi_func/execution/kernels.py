@@ -272,11 +272,12 @@ def _example(key: KernelKey, count: int, length: int) -> list[Tensor]:
     lengths = [length // key.row if i in scales else length for i in range(len(key.dtypes))]
     flat = [torch.ones(n, dtype=d, device=key.device) for n, d in zip(lengths, key.dtypes)]
     given = [torch.ones(length, dtype=d, device=key.device) for d in key.given]
-    tensors = in_rows(flat, key.row)
+    tensors = in_rows([*flat, *given], key.row)
+    tensors, given = tensors[: len(flat)], tensors[len(flat) :]
     targets = [] if key.in_place else [x.clone() for x in [tensors[0], *tensors[2:]]]
     size = count + sum(s is None for s in key.statics)
     numbers = torch.ones(size, dtype=compute_dtype(*key.dtypes), device=key.device)
-    return [numbers, *tensors, *targets, *in_rows(given, key.row)]
+    return [numbers, *tensors, *targets, *given]
 
 
 def _body(key: KernelKey, spec: pytree.TreeSpec) -> Kernel:

@@ -389,7 +389,8 @@ class Making:
         def take(kind: str, x: Traced) -> Traced:
             inputs, results = parts[kind]
             inputs.append(x)
-            results.append(self.trace.input(f"{kind}_{method}_{len(results)}"))
+            name = kind if method == "means" else f"measured_{kind}"
+            results.append(self.trace.input(f"{name}_{len(results)}"))
             return results[-1]
 
         takers = {kind: partial(take, kind) for kind in parts}

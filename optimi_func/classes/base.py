@@ -384,8 +384,9 @@ class BaseOptimizer(Fields, Checkpoints):
 
     def _loss(self, loss: object) -> dict[str, object]:
         """Return a closure's loss as an extra, if a rule takes one."""
-        takes = any(["loss" in rule.extras for rule in self.rules()])
-        return {"loss": torch.as_tensor(loss)} if takes and loss is not None else {}
+        if loss is None or not any(["loss" in rule.extras for rule in self.rules()]):
+            return {}
+        return {"loss": torch.as_tensor(loss)}
 
     def init_state(self) -> None:
         """Make the state of every trainable parameter that has none.

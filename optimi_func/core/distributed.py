@@ -318,13 +318,15 @@ def all_reduce_sum(
     tensor's dtype and on its device.
     """
     groups = {i: shard.group for i, shard in enumerate(shards) if shard is not None}
+    if not groups:
+        return list(numbers)
+    op = distributed.ReduceOp.MAX if largest else distributed.ReduceOp.SUM
     sums = list(numbers)
     for (mesh, dims), indices in grouped(groups, groups.__getitem__).items():
         # The mesh's device, which is another one for an offloaded tensor.
         device = numbers[indices[0]].to(mesh.device_type).device
         flat = torch.stack([numbers[i].to(device, torch.float64) for i in indices])
         for dim in dims:
-            op = distributed.ReduceOp.MAX if largest else distributed.ReduceOp.SUM
             distributed.all_reduce(flat, op, group=mesh.get_group(dim))
         for i, total in zip(indices, flat.unbind()):
             sums[i] = total.to(numbers[i].device, numbers[i].dtype)

@@ -68,7 +68,7 @@ def taking(
     """
     left: list[Any] = list(known)
 
-    def take(tensors: list[Any], tops: int = 0) -> list[Any]:
+    def take(tensors: list[Any], tops: int) -> list[Any]:
         sized = rule.measure is not None and len(left) == len(known)
         count = len(tensors) + sized
         if count > len(left):
@@ -150,8 +150,7 @@ def leaf_step(
 
     write=False moves only the state (accumulating). take_means returns the mean of each
     tensor over the whole parameter, of which the leaf may be a shard, and of so many of the
-    last the maximum. `wide` is the leaf's
-    dtype of arithmetic, if it is known.
+    last the maximum. `wide` is the leaf's dtype of arithmetic, if it is known.
     """
     u, _, add = leaf_move(rule, leaf, g, scalars, write, take_means, wide)
     return add(u)

@@ -115,8 +115,10 @@ class Launch:
     def given(self, columns: Columns) -> list[list[Tensor]]:
         """Pick what is given besides, in the parameters' memory order."""
         lists: list[list[Tensor]] = []
+        if not self._given:
+            return lists
         params = self.pick(columns.own[0])
-        for column in map(self.pick, columns.given if self._given else ()):
+        for column in map(self.pick, columns.given):
             if column[0] is not None:
                 tensors = to_local(drawn(column, self.dtype))
                 lists.append(list(map(_align, params, tensors)))

@@ -374,8 +374,7 @@ class Making:
         traced = {x: self.results(x) for x in inputs if self.names(x)}
         self.parts = {x: Part(inputs[x], y[: 1 + count]) for x, y in traced.items() if y}
         if self.measured[2]:
-            given = [me[x] for x in self.besides]
-            self.parts["measure"] = Part([*own, *given], self.measured[0])
+            self.parts["measure"] = Part([*own, *more], self.measured[0])
         return traced["direction"][1 + count :]
 
     def _reduced(self, method: str, **more: Any) -> tuple[Any, Part, int]:
@@ -483,21 +482,18 @@ class Making:
 
     def _measure(self) -> Measure | None:
         """Return `Rule.measure`."""
-        n, count, run = len(self.trace.coeffs), self.count, self.run
+        count, run = self.count, self.run
         tensors, known, numbers = self.measured
         if not numbers:
             return None
-        given = [self.given[x] for x in self.besides]
-        found_of, _ = self.trace.function([*known, *given], [*numbers.values()])
-
-        def scalars(c: Any) -> list[Any]:
-            return [*[getattr(c, x) for x in self.besides], *c[:n]]
+        more = [self.given[x] for x in self.more]
+        found_of, _ = self.trace.function([*known, *more], [*numbers.values()])
 
         def read(g: Tensor, x: Tensor, s: Any, c: Any) -> list[Tensor]:
-            return list(run["measure"](g, *s[:count], x, *scalars(c)))
+            return list(run["measure"](g, *s[:count], x, *self.scalars_in(c)))
 
         def told(means: list[Tensor], numel: Tensor, c: Any) -> Any:
-            found = found_of(*means, numel, *scalars(c))
+            found = found_of(*means, numel, *self.scalars_in(c))
             return c._replace(**dict(zip(numbers, found)))
 
         return Measure(len(tensors), read, told, self.measured_tops)

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from itertools import chain, product
 from typing import Any, NamedTuple
 
@@ -426,6 +427,7 @@ def as_torchs(
     return {**state_dict, "state": state, "param_groups": groups}
 
 
+@cache
 def _fields() -> set[str]:
     """Return the fields of the package's rules: in another's entry no wrapper's."""
     values = chain(*[x.__subclasses__() for x in FunctionalOptimizer.__subclasses__()])

@@ -16,19 +16,25 @@ DOCS := $(VENV)/.docs
 # 3.13 too; what these may need beside them is not pinned, as are TORCH's own requirements.
 CONSTRAINTS := $(if $(TORCH),$(VENV).txt,constraints.txt)
 
+# As wide as the site shows code.
+SHOWN := $(wildcard *.md docs/*.md docs/reference/*.md docs/notebooks/*.ipynb) \
+	$(wildcard examples/rules/*.py) examples/own_rule.py \
+	examples/trainers/transformers_callbacks.py examples/trainers/lightning_schedule_free.py
+NARROW := --line-length 76 $(SHOWN)
+
 CPP := $(wildcard optimi_func/execution/cpp/*.cpp)
 
 DEVICE ?=
 # Of a GPU one question is asked, in minutes, and nowhere else.
-QUESTIONS := $(if $(filter cuda,$(DEVICE)),gpu,step_time scaling foreach_or_loop \
-	host_cost turns peers functions cold_start bandwidth rules_per_byte torch_classes release accumulation \
-	train_step population storage plan muon soap lbfgs replicas)
+QUESTIONS := $(if $(filter cuda,$(DEVICE)),gpu,step_time host_cost turns \
+	peers cold_start rules_per_byte torch_classes release accumulation train_step \
+	population storage plan soap lbfgs replicas)
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-full test-all soak cuda-offline bench docs docs-serve docs-test lint format clean
 
 help:
-	@echo "make train   train a small GPT four ways and compare the optimizers (minutes)"
+	@echo "make train   train a small GPT five ways and compare the optimizers (minutes)"
 	@echo "make test    run the tests of every behaviour, mostly uncompiled (5 minutes)"
 	@echo "make test-full  run the others: more kernels, processes, trainers (8 minutes)"
 	@echo "make test-all   both, as before a merge"
@@ -115,14 +121,16 @@ docs-test: docs
 	$(BIN)/python -m pytest -n 2 --dist loadfile --nbmake docs/_tests docs/notebooks
 
 lint: $(STAMP)
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/ruff format --check . docs/_build
+	$(BIN)/ruff format --check $(NARROW)
+	$(BIN)/ruff check . docs/_build
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 format: $(STAMP)
-	$(BIN)/ruff format .
-	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format . docs/_build
+	$(BIN)/ruff format $(NARROW)
+	$(BIN)/ruff check --fix . docs/_build
 	$(BIN)/clang-format -i $(CPP)
 
 clean:

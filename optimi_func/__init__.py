@@ -17,6 +17,7 @@ from optimi_func import population as population
 from optimi_func import rules as rules
 from optimi_func import schedules as schedules
 from optimi_func import transforms as transforms
+from optimi_func.classes.groups import param_groups_by_name as param_groups_by_name
 from optimi_func.core.rule import PureOptimizer as PureOptimizer
 from optimi_func.core.rule import Storage as Storage
 from optimi_func.extra.averages import EMA as EMA
@@ -33,6 +34,8 @@ from optimi_func.gradient_release import remove_gradient_release as remove_gradi
 from optimi_func.pure.unrolling import Unrolled as Unrolled
 from optimi_func.pure.unrolling import detach as detach
 from optimi_func.pure.unrolling import unroll as unroll
+from optimi_func.utils import clip_grad_norm_ as clip_grad_norm_
+from optimi_func.utils import join_modules as join_modules
 from optimi_func.utils import param_groups_weight_decay as param_groups_weight_decay
 from optimi_func.utils import to_low_precision as to_low_precision
 

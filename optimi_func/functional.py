@@ -23,6 +23,7 @@ from optimi_func.optimizers.adan import *
 from optimi_func.optimizers.ademamix import *
 from optimi_func.optimizers.adopt import *
 from optimi_func.optimizers.asgd import *
+from optimi_func.optimizers.kron import *
 from optimi_func.optimizers.lamb import *
 from optimi_func.optimizers.lion import *
 from optimi_func.optimizers.mixed import Mixed as Mixed
@@ -38,7 +39,9 @@ from optimi_func.optimizers.ranger import *
 from optimi_func.optimizers.rmsprop import *
 from optimi_func.optimizers.rprop import *
 from optimi_func.optimizers.schedule_free import *
+from optimi_func.optimizers.scion import *
 from optimi_func.optimizers.sgd import *
+from optimi_func.optimizers.shampoo import *
 from optimi_func.optimizers.soap import *
 from optimi_func.optimizers.stableadamw import *
 from optimi_func.pure.functional import FunctionalOptimizer as FunctionalOptimizer

@@ -1,12 +1,21 @@
-"""Param groups with and without weight decay, and models in low precision."""
+"""Param groups and precision of models, parts as one model, clipping on any meshes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, distributed, nn
 
 from optimi_func.core.checks import check_module, check_number, warn_user
+from optimi_func.core.distributed import (
+    ShardSpec,
+    check_placed,
+    is_distributed,
+    shards_of,
+    to_local,
+)
+from optimi_func.core.math import norm_of_shards
+from optimi_func.core.torch_private import clip_factor, norms_of
 from optimi_func.state.convert import Group
 
 
@@ -56,6 +65,120 @@ def param_groups_weight_decay(
             groups[not exempt]["params"].append((name, p))
     # An empty group has names too, because torch refuses groups of which some have none.
     return [group if group["params"] else {**group, "param_names": []} for group in groups]
+
+
+def join_modules(parts: Iterable[nn.Module]) -> nn.Module:
+    """Make one module of parts of a model, as pipeline stages, under their own names.
+
+    It has no forward. Optimizers, gradient release and torch.distributed.checkpoint take it
+    for the model: `AdamW(whole.named_parameters())`, `get_state_dict(whole, optimizer)`.
+    Its parameters and buffers are the parts' own, and are those of now: shard before.
+
+    Raises:
+        ValueError: Parts that share a name of a parameter or persistent buffer.
+
+    >>> names = ("0", nn.Linear(2, 2)), ("1", nn.Linear(2, 1))
+    >>> layers = [nn.ModuleDict({k: x}) for k, x in names]
+    >>> parts = [nn.ModuleDict({"layers": x}) for x in layers]
+    >>> [name for name, p in join_modules(parts).named_parameters()]
+    ['layers.0.weight', 'layers.0.bias', 'layers.1.weight', 'layers.1.bias']
+    """
+    parts = list(parts)
+    for part in parts:
+        check_module("join_modules", part)
+    names = [name for part in parts for name in part.state_dict()]
+    if len({*names}) < len(names):
+        raise ValueError(
+            f"join_modules: several parts have {max(names, key=names.count)!r}: allowed "
+            "are names of the whole model, as of a ModuleDict, and persistent=False buffers"
+        )
+    return _joined(parts)
+
+
+def _joined(parts: list[nn.Module]) -> nn.Module:
+    if len(parts) == 1:
+        return parts[0]
+    whole, children = nn.Module(), dict[str, list[nn.Module]]()
+    for part in parts:
+        whole._parameters.update(part.named_parameters(recurse=False))
+        whole._buffers.update(part.named_buffers(recurse=False))
+        whole._non_persistent_buffers_set |= part._non_persistent_buffers_set
+        for name, child in part.named_children():
+            children.setdefault(name, []).append(child)
+    for name, some in children.items():
+        whole.add_module(name, _joined(some))
+    return whole
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    *,
+    groups: Sequence["distributed.ProcessGroup"] = (),
+) -> Tensor:
+    """Scale gradients down to a joint norm, as torch.nn.utils, and on any meshes together.
+
+    DTensors may be on meshes of their own (tensor parallelism with fully_shard). What is
+    replicated counts once, and plain tensors are taken for replicas. All processes call it
+    with the same parameters, with gradients or without.
+
+    Args:
+        parameters: Tensors with or without a gradient.
+        max_norm: From 0; may be inf, which scales nothing if the norm is finite.
+        norm_type: Above 0; may be inf.
+        error_if_nonfinite: Raise if the norm is infinite or NaN, before any is scaled.
+        groups: Process groups whose processes have other parameters each, as the stages of
+            a pipeline: [mesh["pp"].get_group()]. The norm is that of all of them.
+
+    Returns:
+        The norm before clipping, a plain tensor, equal in all processes.
+
+    Raises:
+        ValueError: A number out of its range, or a gradient with Partial placements.
+        RuntimeError: error_if_nonfinite and such a norm.
+
+    >>> p = nn.Parameter(torch.zeros(2))
+    >>> p.grad = torch.tensor([3.0, 4.0])
+    >>> clip_grad_norm_([p], 1.0), p.grad
+    (tensor(5.), tensor([0.6000, 0.8000]))
+    """
+    order, limit = float(norm_type), float(max_norm)
+    if not (limit >= 0 and order > 0):
+        text = f"max_norm={max_norm}, norm_type={norm_type}"
+        raise ValueError(f"{text}: allowed are numbers from 0, and above 0")
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    params = [p for p in params if p.requires_grad or p.grad is not None]
+    grads: list[Any] = [p.grad for p in params]
+    for i, g in enumerate(grads):
+        check_placed(f"[{i}].grad", g)
+        if g is not None and g.is_complex() and order != 2:
+            raise ValueError(f"norm_type={norm_type} of complex gradients: allowed is 2")
+    # A message is for parameters, because another process may have no gradient of one.
+    shards = [_shards(p, g) for p, g in zip(params, grads)]
+    zero = torch.zeros(1, device=params[0].device if params else None)
+    parts: list[Any] = to_local(grads)
+    norms = norms_of([x if x is not None and x.numel() else zero for x in parts], order)
+    total = norm_of_shards(list(zip(norms, shards)), order, groups)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(f"the norm of order {norm_type} is {total}, which is not finite")
+    factor = clip_factor(limit, total)
+    for x in parts:
+        if x is not None:
+            x.mul_(factor.to(x.device))
+    return total
+
+
+def _shards(p: Tensor, g: Tensor | None) -> ShardSpec | None:
+    """Return the processes of the gradient, or those that one would have."""
+    spec = shards_of(p if g is None else g)
+    if spec is None or not is_distributed(p) or spec.mesh != p.device_mesh:
+        return spec
+    # Of equal meshes, each with its own groups, all processes take the parameter's: torch's
+    # caches decide which one a gradient has.
+    return spec._replace(mesh=p.device_mesh)
 
 
 Modules = type[nn.Module] | Iterable[type[nn.Module]]

@@ -1,6 +1,7 @@
 """Compile the steps of optimizers now, so that later processes load them.
 
 python -m optimi_func.warm AdamW Lion --dtype bfloat16 --storage compact
+python -m optimi_func.warm AdamW --check
 """
 
 import argparse
@@ -18,7 +19,8 @@ from optimi_func.execution import cpp, kernels, store
 
 
 def _warm(made: Any, dtype: torch.dtype, options: dict[str, Any]) -> list[str]:
-    """Compile a class's kernels. Return the names of those that no process can load."""
+    """Compile and print a class's kernels. Return those that no process can load."""
+    cpp.native()
     found = kernels.forget()
     for _ in range(2):  # The second time, what has been kept is loaded.
         p = torch.nn.Parameter(torch.ones(64, 64, dtype=dtype))
@@ -28,8 +30,12 @@ def _warm(made: Any, dtype: torch.dtype, options: dict[str, Any]) -> list[str]:
             optimizer.step()
         found = kernels.forget()
     paths = {x: getattr(made, "made_of", ("",))[0] for x, made in found.items()}
-    own = [x for x, path in paths.items() if path.startswith(store.LOADED)]
-    return sorted(found.keys() - own if store.find(cpp.native_key()) else found)
+    paths["C++ functions"] = (store.find(cpp.native_key()) or ("",))[0]
+    lost = [x for x, path in sorted(paths.items()) if not path.startswith(store.LOADED)]
+    for x in sorted(paths):
+        reason = (store.missing or {}).get(x, "compiled in each process")
+        print(f"  {x}: {reason if x in lost else 'kept'}")
+    return lost
 
 
 def _option(text: str) -> tuple[str, object]:
@@ -46,10 +52,14 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["float32"], choices=dtypes)
     parser.add_argument("--storage", choices=("compact", "exact"))
     parser.add_argument("--set", nargs="+", default=[], type=_option, metavar="name=json")
+    parser.add_argument("--check", action="store_true", help="only say what is kept")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if (place := store.folder()) is None:
         sys.exit(f"{store.VARIABLE}={os.environ.get(store.VARIABLE)}: no store to fill")
+    if args.check:
+        store.missing = {}
+    print(f"{place}: {store.unwritable() or 'writable'}")
     lost: list[str] = []
     for name in args.names:
         for dtype in args.dtype:

@@ -1,9 +1,10 @@
-"""AdaBelief Optimizer: Adapting Stepsizes by the Belief in Observed Gradients,
-Zhuang et al. 2020 (arXiv:2010.07468).
+"""AdaBelief Optimizer: Adapting Stepsizes by the Belief in Observed
+Gradients, Zhuang et al. 2020 (arXiv:2010.07468).
 
 v = b2 v + (1 - b2) (g - m)^2 + eps, x -= lr m / sqrt(v)
 
-In place of Adam for images, GANs and recurrent networks. eps decides much: 1e-8 to 1e-16.
+In place of Adam for images, GANs and recurrent networks. eps decides much:
+1e-8 to 1e-16.
 """
 
 from typing import NamedTuple

@@ -1,9 +1,11 @@
 """Adaptive Gradient Methods with Dynamic Bound of Learning Rate,
 Luo et al. 2019 (arXiv:1902.09843).
 
-x -= clip(lr / sqrt(v), final (1 - 1 / (gamma t + 1)), final (1 + 1 / (gamma t))) m
+x -= clip(lr / sqrt(v), final (1 - 1 / (gamma t + 1)),
+final (1 + 1 / (gamma t))) m
 
-Adam at first and SGD with lr `final` in the end. Schedules scale lr, not `final`.
+Adam at first and SGD with lr `final` in the end. Schedules scale lr, not
+`final`.
 """
 
 from typing import NamedTuple
@@ -24,10 +26,12 @@ class AdaBound(Optimizer):
 
     def direction(self, g: Tensor, s: State):
         b1, b2 = self.betas
-        return g, self.State(b1 * s.m + (1 - b1) * g, b2 * s.v + (1 - b2) * g * g)
+        m, v = b1 * s.m + (1 - b1) * g, b2 * s.v + (1 - b2) * g * g
+        return g, self.State(m, v)
 
     def after(self, x: Tensor, u: Tensor, s: State, t: float):
         b1, b2 = self.betas
-        rate = self.lr * (1 - b2**t) ** 0.5 / (1 - b1**t) / (root(s.v) + 1e-8)
+        rate = self.lr * (1 - b2**t) ** 0.5 / (1 - b1**t)
+        rate = rate / (root(s.v) + 1e-8)
         low, high = 1 - 1 / (self.gamma * t + 1), 1 + 1 / (self.gamma * t)
         return -rate.clamp(self.final * low, self.final * high) * s.m, s

@@ -3,7 +3,8 @@ Yao et al. 2020 (arXiv:2006.00719).
 
 v = b2 v + (1 - b2) h^2, x -= lr m / sqrt(v)^power
 
-Where a second backward is worth it. The program gives h = z Hz, averaged over kernels.
+Where a second backward is worth it. The program gives h = z Hz, averaged
+over kernels.
 """
 
 from typing import NamedTuple

@@ -23,5 +23,7 @@ class AdamAtan2(Optimizer):
 
     def direction(self, g: Tensor, s: State, t: float):
         b1, b2 = self.betas
-        m, v = b1 * s.exp_avg + (1 - b1) * g, b2 * s.exp_avg_sq + (1 - b2) * g * g
-        return torch.atan2(m / (1 - b1**t), root(v / (1 - b2**t))), self.State(m, v)
+        m = b1 * s.exp_avg + (1 - b1) * g
+        v = b2 * s.exp_avg_sq + (1 - b2) * g * g
+        u = torch.atan2(m / (1 - b1**t), root(v / (1 - b2**t)))
+        return u, self.State(m, v)

@@ -1,8 +1,10 @@
-"""Adam-mini: Use Fewer Learning Rates To Gain More, Zhang et al. 2024 (arXiv:2406.16793).
+"""Adam-mini: Use Fewer Learning Rates To Gain More, Zhang et al. 2024
+(arXiv:2406.16793).
 
 v = b2 v + (1 - b2) mean(g^2), one for each row, x -= lr m / sqrt(v)
 
-Language models at half of Adam's state. Rows are the paper's blocks of MLPs and outputs.
+Language models at half of Adam's state. Rows are the paper's blocks of MLPs
+and outputs.
 """
 
 from typing import NamedTuple

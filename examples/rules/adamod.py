@@ -3,7 +3,8 @@ Ding et al. 2019 (arXiv:1910.12249).
 
 s = b3 s + (1 - b3) lr / sqrt(v), x -= min(lr / sqrt(v), s) m
 
-AdaMod: transformers without a warmup, because no rate is far above its mean.
+AdaMod: transformers without a warmup, because no rate is far above its
+mean.
 """
 
 from typing import NamedTuple
@@ -11,7 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func.rules import Optimizer, SecondMoment, ThreeBetas, Wide, root
+from optimi_func.rules import (
+    Optimizer,
+    SecondMoment,
+    ThreeBetas,
+    Wide,
+    root,
+)
 
 
 class AdaMod(Optimizer):
@@ -25,7 +32,8 @@ class AdaMod(Optimizer):
 
     def direction(self, g: Tensor, s: State, t: float):
         b1, b2, b3 = self.betas
-        m, v = b1 * s.exp_avg + (1 - b1) * g, b2 * s.exp_avg_sq + (1 - b2) * g * g
+        m = b1 * s.exp_avg + (1 - b1) * g
+        v = b2 * s.exp_avg_sq + (1 - b2) * g * g
         rate = self.lr / (root(v / (1 - b2**t)) + self.eps)
         return m, self.State(m, v, b3 * s.rate + (1 - b3) * rate)
 

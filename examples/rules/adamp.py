@@ -1,5 +1,5 @@
-"""AdamP: Slowing Down the Slowdown for Momentum Optimizers on Scale-invariant Weights,
-Heo et al. 2020 (arXiv:2006.08217).
+"""AdamP: Slowing Down the Slowdown for Momentum Optimizers on
+Scale-invariant Weights, Heo et al. 2020 (arXiv:2006.08217).
 
 d = m / sqrt(v), less its part along x if g has next to none, x -= lr d
 
@@ -25,16 +25,20 @@ class AdamP(Optimizer):
 
     def adam(self, g: Tensor, s: State, t: float):
         b1, b2 = self.betas
-        m, v = b1 * s.exp_avg + (1 - b1) * g, b2 * s.exp_avg_sq + (1 - b2) * g * g
-        return m / (1 - b1**t) / (root(v / (1 - b2**t)) + self.eps), self.State(m, v)
+        m = b1 * s.exp_avg + (1 - b1) * g
+        v = b2 * s.exp_avg_sq + (1 - b2) * g * g
+        u = m / (1 - b1**t) / (root(v / (1 - b2**t)) + self.eps)
+        return u, self.State(m, v)
 
-    def measure(self, mean, numel: Tensor, g: Tensor, s: State, x: Tensor, t: float):
+    def measure(
+        self, mean, numel, g: Tensor, s: State, x: Tensor, t: float
+    ):
         d, _ = self.adam(g, s, t)
         square, along = mean(x * x), mean(x * d)
         cosine = mean(g * x).abs() / (root(mean(g * g) * square) + 1e-12)
         apart = cosine < self.delta / numel.sqrt()
         return {"share": torch.where(apart, along / square, 0.0)}
 
-    def direction(self, g: Tensor, s: State, x: Tensor, t: float, share: Tensor):
+    def direction(self, g: Tensor, s: State, x: Tensor, t: float, share):
         d, s = self.adam(g, s, t)
         return d - share * x, s

@@ -1,5 +1,5 @@
-"""AdamS: Momentum Itself Can Be A Normalizer for LLM Pretraining and Post-training,
-Zhang et al. 2025 (arXiv:2505.16363).
+"""AdamS: Momentum Itself Can Be A Normalizer for LLM Pretraining and
+Post-training, Zhang et al. 2025 (arXiv:2505.16363).
 
 v = b2 last m^2 + (1 - b2) g^2, m = b1 m + (1 - b1) g, x -= lr m / sqrt(v)
 

@@ -1,9 +1,11 @@
-"""AdaShift: Decorrelation and Convergence of Adaptive Learning Rate Methods,
-Zhou et al. 2018 (arXiv:1810.00143).
+"""AdaShift: Decorrelation and Convergence of Adaptive Learning Rate
+Methods, Zhou et al. 2018 (arXiv:1810.00143).
 
-v = b v + (1 - b) g[t - n]^2, x -= lr mean(g[t - n + 1], ..., g[t]) / sqrt(v)
+v = b v + (1 - b) g[t - n]^2,
+x -= lr mean(g[t - n + 1], ..., g[t]) / sqrt(v)
 
-Where Adam does not converge: v knows nothing of the gradients that it divides.
+Where Adam does not converge: v knows nothing of the gradients that it
+divides.
 """
 
 from typing import NamedTuple

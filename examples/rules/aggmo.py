@@ -18,7 +18,8 @@ class AggMo(Optimizer):
 
     @property
     def State(self):
-        return NamedTuple("State", [(f"v{i}", Tensor) for i in range(len(self.betas))])
+        names = [f"v{i}" for i in range(len(self.betas))]
+        return NamedTuple("State", [(name, Tensor) for name in names])
 
     def direction(self, g: Tensor, s):
         vs = [b * v + g for b, v in zip(self.betas, s)]

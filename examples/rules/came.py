@@ -1,9 +1,11 @@
 """CAME: Confidence-guided Adaptive Memory Efficient Optimization,
 Luo et al. 2023 (arXiv:2307.02047).
 
-u = clip(g / sqrt(v)), m = b1 m + (1 - b1) u, x -= lr m / sqrt(mean of (u - m)^2)
+u = clip(g / sqrt(v)), m = b1 m + (1 - b1) u,
+x -= lr m / sqrt(mean of (u - m)^2)
 
-Adafactor's memory without its slowness. Means of squares are kept by rows and columns.
+Adafactor's memory without its slowness. Means of squares are kept by rows
+and columns.
 """
 
 from typing import NamedTuple
@@ -45,4 +47,5 @@ class CAME(Optimizer):
         apart = (u - m) ** 2 + e2
         ar = b3 * s.apart_rows + (1 - b3) * apart.mean(1, keepdim=True)
         ac = b3 * s.apart_columns + (1 - b3) * apart.mean(0, keepdim=True)
-        return m * (ar.mean() / (ar * ac)).sqrt(), self.State(m, r, c, ar, ac)
+        u = m * (ar.mean() / (ar * ac)).sqrt()
+        return u, self.State(m, r, c, ar, ac)

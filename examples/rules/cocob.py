@@ -1,9 +1,11 @@
 """Training Deep Networks without Learning Rates Through Coin Betting,
 Orabona & Tommasi 2017 (arXiv:1705.07795).
 
-x = x0 - total (L + reward) / (L max(G + L, alpha L)), L = max |g|, G = sum |g|
+x = x0 - total (L + reward) / (L max(G + L, alpha L)), L = max |g|,
+G = sum |g|
 
-COCOB-Backprop: no lr to tune. Here lr = 1 is the paper's, and scales what is bet.
+COCOB-Backprop: no lr to tune. Here lr = 1 is the paper's, and scales what
+is bet.
 """
 
 from typing import NamedTuple

@@ -3,15 +3,15 @@
 
 s += lr d g, d = max(d, (|s|^2 - sum (lr d |g|)^2) / (2 |s|)), x -= lr d g
 
-Runs without a tuned lr: d estimates the distance to a solution, and lr is 1 / |g|.
+Runs without a tuned lr: d estimates the distance to a solution, and lr is 1
+/ |g|.
 """
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from optimi_func.rules import Optimizer, Wide
+from optimi_func.rules import Optimizer, Wide, maximum
 
 
 class DAdaptation(Optimizer):
@@ -25,14 +25,14 @@ class DAdaptation(Optimizer):
         squares: float = 0.0
 
     def direction(self, g: Tensor, s: State, r: Running):
-        rate = torch.maximum(r.d, self.first)
+        rate = maximum(r.d, self.first)
         return rate * g, self.State(s.total + self.lr * rate * g), r
 
     def sums(self, g: Tensor, s: State):
         return g * g, s.total**2
 
     def join(self, r: Running, sums):
-        d = torch.maximum(r.d, self.first)
+        d = maximum(r.d, self.first)
         squares = r.squares + (self.lr * d) ** 2 * sums[0]
         found = (sums[1] - squares) / (2 * sums[1] ** 0.5 + 1e-30)
-        return self.Running(torch.maximum(d, found), squares)
+        return self.Running(maximum(d, found), squares)

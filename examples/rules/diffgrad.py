@@ -24,6 +24,7 @@ class DiffGrad(Optimizer):
 
     def direction(self, g: Tensor, s: State, t: float):
         b1, b2 = self.betas
-        m, v = b1 * s.exp_avg + (1 - b1) * g, b2 * s.exp_avg_sq + (1 - b2) * g * g
+        m = b1 * s.exp_avg + (1 - b1) * g
+        v = b2 * s.exp_avg_sq + (1 - b2) * g * g
         d = m / (1 - b1**t) / (root(v / (1 - b2**t)) + self.eps)
         return (g - s.last).abs().sigmoid() * d, self.State(m, v, g)

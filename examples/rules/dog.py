@@ -3,15 +3,15 @@ Ivgi et al. 2023 (arXiv:2302.12022).
 
 x -= lr max |x - x0| / sqrt(sum |g|^2) g
 
-Fine-tuning with lr = 1. A step has the norms up to the one before it, so the first is 0.
+Fine-tuning with lr = 1. A step has the norms up to the one before it, so
+the first is 0.
 """
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from optimi_func.rules import Optimizer, Wide
+from optimi_func.rules import Optimizer, Wide, maximum
 
 
 class DoG(Optimizer):
@@ -36,5 +36,5 @@ class DoG(Optimizer):
 
     def join(self, r: Running, sums):
         squares, distance = r.squares + sums[0], sums[1] ** 0.5
-        far = torch.maximum(torch.maximum(r.far, distance), self.first)
+        far = maximum(maximum(r.far, distance), self.first)
         return self.Running(far / (squares + 1e-8) ** 0.5, far, squares)

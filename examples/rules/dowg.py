@@ -1,17 +1,17 @@
-"""DoWG Unleashed: An Efficient Universal Parameter-Free Gradient Descent Method,
-Khaled et al. 2023 (arXiv:2305.16284).
+"""DoWG Unleashed: An Efficient Universal Parameter-Free Gradient Descent
+Method, Khaled et al. 2023 (arXiv:2305.16284).
 
 far = max |x - x0|, v += far^2 |g|^2, x -= lr far^2 / sqrt(v) g
 
-As DoG, less careful, with lr = 1. A step has the norms up to the one before it.
+As DoG, less careful, with lr = 1. A step has the norms up to the one before
+it.
 """
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from optimi_func.rules import Optimizer, Wide
+from optimi_func.rules import Optimizer, Wide, maximum
 
 
 class DoWG(Optimizer):
@@ -35,6 +35,7 @@ class DoWG(Optimizer):
         return g * g, (x - s.start) ** 2
 
     def join(self, r: Running, sums):
-        far = torch.maximum(torch.maximum(r.far, sums[1] ** 0.5), self.first)
+        far = maximum(maximum(r.far, sums[1] ** 0.5), self.first)
         weighted = r.weighted + far**2 * sums[0]
-        return self.Running(far**2 / (weighted + 1e-30) ** 0.5, far, weighted)
+        factor = far**2 / (weighted + 1e-30) ** 0.5
+        return self.Running(factor, far, weighted)

@@ -1,9 +1,10 @@
-"""On the Distance between Two Neural Networks and the Stability of Learning,
-Bernstein et al. 2020 (arXiv:2002.03432).
+"""On the Distance between Two Neural Networks and the Stability of
+Learning, Bernstein et al. 2020 (arXiv:2002.03432).
 
 x = (x - lr |x| / |g| g) / sqrt(1 + lr^2)
 
-One lr, near 0.01, for GANs, images and transformers. Weights keep their norm.
+One lr, near 0.01, for GANs, images and transformers. Weights keep their
+norm.
 """
 
 from torch import Tensor
@@ -13,7 +14,9 @@ from optimi_func.rules import Optimizer, root
 
 class Fromage(Optimizer):
     def measure(self, mean, g: Tensor, x: Tensor):
-        return {"ratio": root(mean(x * x)) / root(mean(g * g)).clamp_min(1e-12)}
+        return {
+            "ratio": root(mean(x * x)) / root(mean(g * g)).clamp_min(1e-12)
+        }
 
     def direction(self, g: Tensor, ratio: Tensor):
         return ratio * g

@@ -1,8 +1,10 @@
 """Ad Click Prediction: a View from the Trenches, McMahan et al. (KDD 2013).
 
-n += g^2, z += lr g - (sqrt(n) - sqrt(last n)) x, x = -shrink(z, lr l1) / (beta + sqrt(n))
+n += g^2, z += lr g - (sqrt(n) - sqrt(last n)) x,
+x = -shrink(z, lr l1) / (beta + sqrt(n))
 
-FTRL-Proximal: sparse linear models, whose weights begin at 0. Others are drawn to x0.
+FTRL-Proximal: sparse linear models, whose weights begin at 0. Others are
+drawn to x0.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,8 @@
 """GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection,
 Zhao et al. 2024 (arXiv:2403.03507).
 
-x -= lr P adam(P^T g), P = the first `rank` left singular vectors of every `gap`-th g
+x -= lr P adam(P^T g),
+P = the first `rank` left singular vectors of every `gap`-th g
 
 Pretraining and fine-tuning where Adam's moments do not fit.
 """
@@ -29,8 +30,8 @@ class GaLore(Optimizer):
         return self.State(small, small, (p.shape[0], self.rank))
 
     def refuses(self, p: Tensor):
-        fits = p.dim() == 2 and self.rank <= min(p.shape)
-        return None if fits else f"GaLore takes matrices of rank {self.rank} and more"
+        if p.dim() != 2 or self.rank > min(p.shape):
+            return f"GaLore takes matrices of rank {self.rank} and more"
 
     def direction(self, g: Tensor):
         return g
@@ -38,10 +39,12 @@ class GaLore(Optimizer):
     def whole(self, d: Tensor, s: State, t: float):
         (b1, b2), basis = self.betas, s.basis
         if (due := (t - 1) % self.gap == 0) is not False:
-            # At other steps of a t that is a tensor, the basis of another matrix.
-            u, _, _ = torch.linalg.svd(where(due, d, s.basis @ s.exp_avg), False)
+            # At other steps of a t that is a tensor, of another matrix.
+            x = where(due, d, s.basis @ s.exp_avg)
+            u, _, _ = torch.linalg.svd(x, full_matrices=False)
             basis = where(due, u[:, : self.rank], basis)
         g = basis.mT @ d
-        m, v = b1 * s.exp_avg + (1 - b1) * g, b2 * s.exp_avg_sq + (1 - b2) * g * g
+        m = b1 * s.exp_avg + (1 - b1) * g
+        v = b2 * s.exp_avg_sq + (1 - b2) * g * g
         u = m / (1 - b1**t) / (root(v / (1 - b2**t)) + 1e-6)
         return basis @ u, self.State(m, v, basis)

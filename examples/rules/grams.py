@@ -3,7 +3,8 @@
 
 x -= lr |m| / sqrt(v) sign(g)
 
-As `cautious=True`: the size of a step is Adam's, its sign is always the gradient's.
+As `cautious=True`: the size of a step is Adam's, its sign is always the
+gradient's.
 """
 
 from typing import NamedTuple
@@ -23,6 +24,7 @@ class Grams(Optimizer):
 
     def direction(self, g: Tensor, s: State, t: float):
         b1, b2 = self.betas
-        m, v = b1 * s.exp_avg + (1 - b1) * g, b2 * s.exp_avg_sq + (1 - b2) * g * g
+        m = b1 * s.exp_avg + (1 - b1) * g
+        v = b2 * s.exp_avg_sq + (1 - b2) * g * g
         d = m / (1 - b1**t) / (root(v / (1 - b2**t)) + self.eps)
         return d.abs() * g.sign(), self.State(m, v)

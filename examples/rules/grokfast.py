@@ -30,6 +30,7 @@ class Grokfast(Optimizer):
         kept = torch.where(t > 1, self.alpha, 0.0)
         slow = kept * s.slow + (1 - kept) * g
         g = g + self.amplify * slow
-        m, v = b1 * s.exp_avg + (1 - b1) * g, b2 * s.exp_avg_sq + (1 - b2) * g * g
+        m = b1 * s.exp_avg + (1 - b1) * g
+        v = b2 * s.exp_avg_sq + (1 - b2) * g * g
         d = m / (1 - b1**t) / (root(v / (1 - b2**t)) + self.eps)
         return d, self.State(slow, m, v)

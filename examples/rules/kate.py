@@ -1,9 +1,10 @@
-"""Remove that Square Root: A New Efficient Scale-Invariant Version of AdaGrad,
-Choudhury et al. 2024 (arXiv:2403.02648).
+"""Remove that Square Root: A New Efficient Scale-Invariant Version of
+AdaGrad, Choudhury et al. 2024 (arXiv:2403.02648).
 
 b += g^2, m += eta g^2 + g^2 / b, x -= lr sqrt(m) / b g
 
-Features of very different scales: generalized linear models, and Adagrad's problems.
+Features of very different scales: generalized linear models, and Adagrad's
+problems.
 """
 
 from typing import NamedTuple

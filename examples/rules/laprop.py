@@ -1,8 +1,10 @@
-"""LaProp: Separating Momentum and Adaptivity in Adam, Ziyin et al. 2020 (arXiv:2002.04839).
+"""LaProp: Separating Momentum and Adaptivity in Adam, Ziyin et al. 2020
+(arXiv:2002.04839).
 
 m = b1 m + (1 - b1) g / sqrt(v), x -= lr m
 
-For noisy gradients: b1 may be near 1 while b2 is small, where Adam diverges.
+For noisy gradients: b1 may be near 1 while b2 is small, where Adam
+diverges.
 """
 
 from typing import NamedTuple

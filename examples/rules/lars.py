@@ -1,8 +1,10 @@
-"""Large Batch Training of Convolutional Networks, You et al. 2017 (arXiv:1708.03888).
+"""Large Batch Training of Convolutional Networks, You et al. 2017
+(arXiv:1708.03888).
 
 m = b m + trust |x| / (|g| + l2 |x|) (g + l2 x), x -= lr m
 
-Convolutional networks with batches of thousands, and self-supervised learning.
+Convolutional networks with batches of thousands, and self-supervised
+learning.
 """
 
 from typing import NamedTuple
@@ -25,5 +27,6 @@ class LARS(Optimizer):
         return {"ratio": norm / (root(mean(g * g)) + self.l2 * norm + 1e-6)}
 
     def direction(self, g: Tensor, s: State, x: Tensor, ratio: Tensor):
-        m = self.momentum * s.exp_avg + self.trust * ratio * (g + self.l2 * x)
+        move = self.trust * ratio * (g + self.l2 * x)
+        m = self.momentum * s.exp_avg + move
         return m, self.State(m)

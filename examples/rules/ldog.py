@@ -1,5 +1,5 @@
-"""LDoG, of DoG is SGD's Best Friend: A Parameter-Free Dynamic Step Size Schedule,
-Ivgi et al. 2023 (arXiv:2302.12022).
+"""LDoG, of DoG is SGD's Best Friend: A Parameter-Free Dynamic Step Size
+Schedule, Ivgi et al. 2023 (arXiv:2302.12022).
 
 x -= lr max |x - x0| / sqrt(sum |g|^2) g, with norms of each tensor
 
@@ -11,25 +11,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func.rules import Optimizer, Shaped, root
+from optimi_func.rules import Number, Optimizer, Wide, root
 
 
 class LDoG(Optimizer):
     first: float = 1e-4
 
     class State(NamedTuple):
-        start: Shaped
-        far: Shaped
-        squares: Shaped
+        start: Wide
+        far: Number
+        squares: Number
 
     def init(self, p: Tensor):
-        return self.State(p, (), ())
+        return self.State(p, None, None)
 
-    def direction(self, g: Tensor):
-        return g
-
-    def whole(self, d: Tensor, s: State, x: Tensor):
-        distance = root(((x - s.start) ** 2).sum())
+    def measure(self, mean, numel: Tensor, g: Tensor, s: State, x: Tensor):
+        distance = root(numel * mean((x - s.start) ** 2))
         far = torch.maximum(s.far, distance).clamp_min(self.first)
-        squares = s.squares + (d * d).sum()
-        return far / root(squares + 1e-8) * d, self.State(s.start, far, squares)
+        return {"far": far, "squares": s.squares + numel * mean(g * g)}
+
+    def direction(self, g: Tensor, s: State):
+        return s.far / root(s.squares + 1e-8) * g, s

@@ -1,7 +1,8 @@
-"""Adaptivity without Compromise: A Momentumized, Adaptive, Dual Averaged Gradient Method,
-Defazio & Jelassi 2021 (arXiv:2101.11075).
+"""Adaptivity without Compromise: A Momentumized, Adaptive, Dual Averaged
+Gradient Method, Defazio & Jelassi 2021 (arXiv:2101.11075).
 
-s += lr sqrt(t) g, v += lr sqrt(t) g^2, x += (1 - momentum) (x0 - s / cbrt(v) - x)
+s += lr sqrt(t) g, v += lr sqrt(t) g^2,
+x += (1 - momentum) (x0 - s / cbrt(v) - x)
 
 Image reconstruction, sparse problems, and others where Adagrad is good.
 """
@@ -27,7 +28,8 @@ class MADGRAD(Optimizer):
 
     def direction(self, g: Tensor, s: State, t: float):
         rate = self.lr * t**0.5
-        return g, self.State(s.start, s.total + rate * g, s.squares + rate * g * g)
+        total, squares = s.total + rate * g, s.squares + rate * g * g
+        return g, self.State(s.start, total, squares)
 
     def after(self, x: Tensor, u: Tensor, s: State):
         z = s.start - s.total / (s.squares ** (1 / 3) + self.eps)

@@ -1,9 +1,10 @@
-"""MARS: Unleashing the Power of Variance Reduction for Training Large Models,
-Yuan et al. 2024 (arXiv:2411.10438).
+"""MARS: Unleashing the Power of Variance Reduction for Training Large
+Models, Yuan et al. 2024 (arXiv:2411.10438).
 
 c = clip(g + gamma b1 / (1 - b1) (g - last)), then Adam of c
 
-Pretraining of language models. This is the variant that needs no second gradient.
+Pretraining of language models. This is the variant that needs no second
+gradient.
 """
 
 from typing import NamedTuple
@@ -26,7 +27,8 @@ class MARS(Optimizer):
 
     def corrected(self, g: Tensor, s: State, t: float):
         b1, _ = self.betas
-        return g + torch.where(t > 1, self.gamma * b1 / (1 - b1), 0.0) * (g - s.last)
+        share = torch.where(t > 1, self.gamma * b1 / (1 - b1), 0.0)
+        return g + share * (g - s.last)
 
     def measure(self, mean, numel: Tensor, g: Tensor, s: State, t: float):
         c = self.corrected(g, s, t)
@@ -35,6 +37,7 @@ class MARS(Optimizer):
     def direction(self, g: Tensor, s: State, t: float, norm: Tensor):
         b1, b2 = self.betas
         c = self.corrected(g, s, t) / norm
-        m, v = b1 * s.exp_avg + (1 - b1) * c, b2 * s.exp_avg_sq + (1 - b2) * c * c
+        m = b1 * s.exp_avg + (1 - b1) * c
+        v = b2 * s.exp_avg_sq + (1 - b2) * c * c
         d = m / (1 - b1**t) / (root(v / (1 - b2**t)) + self.eps)
         return d, self.State(m, v, g)

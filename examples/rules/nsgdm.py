@@ -1,8 +1,10 @@
-"""Momentum Improves Normalized SGD, Cutkosky & Mehta 2020 (arXiv:2002.03305).
+"""Momentum Improves Normalized SGD, Cutkosky & Mehta 2020
+(arXiv:2002.03305).
 
 m = b m + (1 - b) g, x -= lr m / |m|
 
-Heavy-tailed noise and private training: a step has length lr, of each tensor here.
+Heavy-tailed noise and private training: a step has length lr, of each
+tensor here.
 """
 
 from typing import NamedTuple

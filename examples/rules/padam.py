@@ -1,5 +1,5 @@
-"""Closing the Generalization Gap of Adaptive Gradient Methods in Training Deep Neural
-Networks, Chen et al. 2018 (arXiv:1806.06763).
+"""Closing the Generalization Gap of Adaptive Gradient Methods in Training
+Deep Neural Networks, Chen et al. 2018 (arXiv:1806.06763).
 
 v = max(v, b2 u + (1 - b2) g^2), x -= lr m / v^power
 
@@ -26,6 +26,8 @@ class Padam(Optimizer):
 
     def direction(self, g: Tensor, s: State):
         b1, b2 = self.betas
-        m, v = b1 * s.exp_avg + (1 - b1) * g, b2 * s.exp_avg_sq + (1 - b2) * g * g
+        m = b1 * s.exp_avg + (1 - b1) * g
+        v = b2 * s.exp_avg_sq + (1 - b2) * g * g
         top = torch.maximum(s.largest, v)
-        return m / (root(top) + self.eps) ** (2 * self.power), self.State(m, v, top)
+        u = m / (root(top) + self.eps) ** (2 * self.power)
+        return u, self.State(m, v, top)

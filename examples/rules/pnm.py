@@ -1,7 +1,8 @@
-"""Positive-Negative Momentum: Manipulating Stochastic Gradient Noise to Improve
-Generalization, Xie et al. 2021 (arXiv:2103.17182).
+"""Positive-Negative Momentum: Manipulating Stochastic Gradient Noise to
+Improve Generalization, Xie et al. 2021 (arXiv:2103.17182).
 
-m[t] = b^2 m[t - 2] + (1 - b^2) g, x -= lr ((1 + b0) m[t] - b0 m[t - 1]) / norm
+m[t] = b^2 m[t - 2] + (1 - b^2) g,
+x -= lr ((1 + b0) m[t] - b0 m[t - 1]) / norm
 
 Image networks: the noise of small batches is made larger, the mean stays.
 """

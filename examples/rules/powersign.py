@@ -3,7 +3,8 @@
 
 x -= lr exp(sign(g) sign(m)) g
 
-PowerSign, which was found by search, as Lion was later: trust where signs agree.
+PowerSign, which was found by search, as Lion was later: trust where signs
+agree.
 """
 
 from typing import NamedTuple

@@ -20,7 +20,8 @@ class PSGD(Optimizer):
         q: Shaped
 
     def init(self, p: Tensor):
-        return self.State(torch.eye(p.shape[0], dtype=p.dtype, device=p.device))
+        one = torch.eye(len(p), dtype=p.dtype, device=p.device)
+        return self.State(one)
 
     def refuses(self, p: Tensor):
         return None if p.dim() == 2 else "PSGD takes matrices"
@@ -32,5 +33,6 @@ class PSGD(Optimizer):
         one = torch.ones_like(s.q[0]).diag()
         back = torch.linalg.solve_triangular(s.q, one, upper=True)
         a, b = s.q @ d @ d.mT @ s.q.mT, d.shape[1] * back.mT @ back
-        q = s.q - self.rate * ((a - b) / (a + b).abs().sum(1).max()).triu() @ s.q
+        move = ((a - b) / (a + b).abs().sum(1).max()).triu()
+        q = s.q - self.rate * move @ s.q
         return q.mT @ q @ d, self.State(q)

@@ -1,9 +1,10 @@
-"""Preconditioned Stochastic Gradient Langevin Dynamics for Deep Neural Networks,
-Li et al. 2015 (arXiv:1512.07666).
+"""Preconditioned Stochastic Gradient Langevin Dynamics for Deep Neural
+Networks, Li et al. 2015 (arXiv:1512.07666).
 
 x -= lr g / sqrt(v) + sqrt(2 lr temperature / sqrt(v)) z, z normal
 
-Samples of a posterior where scales differ. The paper's term with dv is left out, as usual.
+Samples of a posterior where scales differ. The paper's term with dv is left
+out, as usual.
 """
 
 from typing import NamedTuple
@@ -26,5 +27,7 @@ class PSGLD(Optimizer):
     def direction(self, g: Tensor, s: State, z: Tensor):
         v = self.alpha * s.exp_avg_sq + (1 - self.alpha) * g * g
         scale = 1 / (root(v) + self.eps)
-        square = torch.where(self.lr > 0, 2 * self.temperature / self.lr, 0.0)
+        square = torch.where(
+            self.lr > 0, 2 * self.temperature / self.lr, 0.0
+        )
         return scale * g + root(square * scale) * z, self.State(v)

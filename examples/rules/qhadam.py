@@ -3,7 +3,8 @@
 
 x -= lr ((1 - n1) g + n1 m) / sqrt((1 - n2) g^2 + n2 v)
 
-Tuning between SGD, Adam and NAdam in one rule: n1 = 0.7 to 0.995, with a b1 nearer to 1.
+Tuning between SGD, Adam and NAdam in one rule: n1 = 0.7 to 0.995, with a b1
+nearer to 1.
 """
 
 from typing import NamedTuple
@@ -24,7 +25,8 @@ class QHAdam(Optimizer):
 
     def direction(self, g: Tensor, s: State, t: float):
         (b1, b2), (n1, n2) = self.betas, self.nus
-        m, v = b1 * s.exp_avg + (1 - b1) * g, b2 * s.exp_avg_sq + (1 - b2) * g * g
+        m = b1 * s.exp_avg + (1 - b1) * g
+        v = b2 * s.exp_avg_sq + (1 - b2) * g * g
         first = (1 - n1) * g + n1 * m / (1 - b1**t)
         second = (1 - n2) * g * g + n2 * v / (1 - b2**t)
         return first / (root(second) + self.eps), self.State(m, v)

@@ -1,9 +1,10 @@
-"""SGDP, of AdamP: Slowing Down the Slowdown for Momentum Optimizers on Scale-invariant
-Weights, Heo et al. 2020 (arXiv:2006.08217).
+"""SGDP, of AdamP: Slowing Down the Slowdown for Momentum Optimizers on
+Scale-invariant Weights, Heo et al. 2020 (arXiv:2006.08217).
 
 m = b m + g, less its part along x if g has next to none, x -= lr m
 
-Networks with normalization, as ResNets, whose weights only grow under momentum.
+Networks with normalization, as ResNets, whose weights only grow under
+momentum.
 """
 
 from typing import NamedTuple

@@ -1,6 +1,8 @@
-"""Stochastic Gradient Hamiltonian Monte Carlo, Chen et al. 2014 (arXiv:1402.4102).
+"""Stochastic Gradient Hamiltonian Monte Carlo, Chen et al. 2014
+(arXiv:1402.4102).
 
-v = (1 - friction) v - lr g + sqrt(2 friction lr temperature) z, x += v, z normal
+v = (1 - friction) v - lr g + sqrt(2 friction lr temperature) z, x += v,
+z normal
 
 Samples of a posterior that move on faster than SGLD's. lr is constant.
 """

@@ -1,4 +1,5 @@
-"""Bayesian Learning via Stochastic Gradient Langevin Dynamics, Welling & Teh (ICML 2011).
+"""Bayesian Learning via Stochastic Gradient Langevin Dynamics, Welling &
+Teh (ICML 2011).
 
 x -= lr g + sqrt(2 lr temperature) z, z normal
 
@@ -16,5 +17,7 @@ class SGLD(Optimizer):
     seed: int = 0
 
     def direction(self, g: Tensor, z: Tensor):
-        square = torch.where(self.lr > 0, 2 * self.temperature / self.lr, 0.0)
+        square = torch.where(
+            self.lr > 0, 2 * self.temperature / self.lr, 0.0
+        )
         return g + square**0.5 * z

@@ -3,7 +3,8 @@ Bernstein et al. 2018 (arXiv:1802.04434).
 
 m = b m + (1 - b) g, x -= lr sign(m)
 
-Half of Adam's state. The baseline of Lion, and of distributed training by votes.
+Half of Adam's state. The baseline of Lion, and of distributed training by
+votes.
 """
 
 from typing import NamedTuple

@@ -1,9 +1,10 @@
-"""Connections between Schedule-Free Optimizers, AdEMAMix, and Accelerated SGD Variants,
-Morwani et al. 2025 (arXiv:2502.02431).
+"""Connections between Schedule-Free Optimizers, AdEMAMix, and Accelerated
+SGD Variants, Morwani et al. 2025 (arXiv:2502.02431).
 
 m = b1 m + g, x -= lr (m + alpha g) / sqrt(v)
 
-AdEMAMix with one momentum, near 1, for large batches. lr is (1 - b1) of Adam's and less.
+AdEMAMix with one momentum, near 1, for large batches. lr is (1 - b1) of
+Adam's and less.
 """
 
 from typing import NamedTuple
@@ -25,4 +26,5 @@ class SimplifiedAdEMAMix(Optimizer):
     def direction(self, g: Tensor, s: State, t: float):
         b1, b2 = self.betas
         m, v = b1 * s.momentum + g, b2 * s.exp_avg_sq + (1 - b2) * g * g
-        return (m + self.alpha * g) / (root(v / (1 - b2**t)) + self.eps), self.State(m, v)
+        u = (m + self.alpha * g) / (root(v / (1 - b2**t)) + self.eps)
+        return u, self.State(m, v)

@@ -1,7 +1,8 @@
-"""Gradient Multi-Normalization for Stateless and Memory-Efficient LLM Training,
-Scetbon et al. 2025 (arXiv:2502.06742).
+"""Gradient Multi-Normalization for Stateless and Memory-Efficient LLM
+Training, Scetbon et al. 2025 (arXiv:2502.06742).
 
-g is divided by the root mean squares of its rows, then of its columns, `rounds` times
+g is divided by the root mean squares of its rows, then of its columns,
+`rounds` times
 
 SinkGD: the hidden matrices of language models without any state.
 """

@@ -1,8 +1,11 @@
-"""Memory-Efficient Adaptive Optimization, Anil et al. 2019 (arXiv:1901.11150).
+"""Memory-Efficient Adaptive Optimization, Anil et al. 2019
+(arXiv:1901.11150).
 
-v[i, j] = min(row[i], column[j]) + g^2, row and column keep its maxima, x -= lr g / sqrt(v)
+v[i, j] = min(row[i], column[j]) + g^2, row and column keep its maxima,
+x -= lr g / sqrt(v)
 
-Adagrad for large embeddings with next to no state: SM3-II, without momentum.
+Adagrad for large embeddings with next to no state: SM3-II, without
+momentum.
 """
 
 from typing import NamedTuple

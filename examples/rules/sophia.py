@@ -1,9 +1,10 @@
-"""Sophia: A Scalable Stochastic Second-order Optimizer for Language Model Pre-training,
-Liu et al. 2023 (arXiv:2305.14342).
+"""Sophia: A Scalable Stochastic Second-order Optimizer for Language Model
+Pre-training, Liu et al. 2023 (arXiv:2305.14342).
 
 m = 0.96 m + 0.04 g, x -= lr clip(m / (rho h), -1, 1)
 
-Pretraining. The program gives h, the Hessian's diagonal or a mean of estimates.
+Pretraining. The program gives h, the Hessian's diagonal or a mean of
+estimates.
 """
 
 from typing import NamedTuple
@@ -21,4 +22,5 @@ class Sophia(Optimizer):
 
     def direction(self, g: Tensor, s: State, hessian: Tensor):
         m = 0.96 * s.exp_avg + 0.04 * g
-        return (m / (self.rho * hessian).clamp_min(1e-12)).clamp(-1, 1), self.State(m)
+        u = (m / (self.rho * hessian).clamp_min(1e-12)).clamp(-1, 1)
+        return u, self.State(m)

@@ -1,9 +1,11 @@
 """SPAM: Spike-Aware Adam with Momentum Reset for Stable LLM Training,
 Huang et al. 2025 (arXiv:2501.06842).
 
-g = sign(g) sqrt(theta v) where g^2 > theta v, then Adam, anew at every `every`-th step
+g = sign(g) sqrt(theta v) where g^2 > theta v, then Adam,
+anew at every `every`-th step
 
-Language models whose loss has spikes. After a reset there is a warmup of `warm` steps.
+Language models whose loss has spikes. After a reset there is a warmup of
+`warm` steps.
 """
 
 import math
@@ -35,5 +37,9 @@ class SPAM(Optimizer):
         m, v = b1 * keep * s.m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
         wave = 0.5 * (1 - torch.cos(math.pi * (k + 1) / self.warm))
         scale = torch.where((t > self.every) & (k < self.warm), wave, 1.0)
-        d = m / (1 - b1 ** (k + 1)) / (root(v / (1 - b2 ** (k + 1))) + self.eps)
+        d = (
+            m
+            / (1 - b1 ** (k + 1))
+            / (root(v / (1 - b2 ** (k + 1))) + self.eps)
+        )
         return scale * d, self.State(m, v)

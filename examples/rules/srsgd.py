@@ -1,7 +1,8 @@
 """Scheduled Restart Momentum for Accelerated Stochastic Gradient Descent,
 Wang et al. 2020 (arXiv:2002.10583).
 
-v = x - lr g, x = v + k / (k + 3) (v - last v), k begins anew at every `every`-th step
+v = x - lr g, x = v + k / (k + 3) (v - last v),
+k begins anew at every `every`-th step
 
 Image networks: Nesterov's growing momentum, which noise does not spoil.
 """

@@ -1,8 +1,10 @@
-"""Adaptive Methods for Nonconvex Optimization, Zaheer et al. (NeurIPS 2018).
+"""Adaptive Methods for Nonconvex Optimization, Zaheer et al. (NeurIPS
+2018).
 
 v -= (1 - b2) sign(v - g^2) g^2, x -= lr m / sqrt(v)
 
-Where Adam's v forgets too fast: sparse gradients, servers of federated learning.
+Where Adam's v forgets too fast: sparse gradients, servers of federated
+learning.
 """
 
 from typing import NamedTuple

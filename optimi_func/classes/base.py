@@ -74,7 +74,7 @@ from optimi_func.core.rule import (
     Storage,
     StorageLike,
 )
-from optimi_func.core.storage import flat_leaf, group_storage, state_in
+from optimi_func.core.storage import flat_leaf, group_storage, seed_of, state_in
 from optimi_func.core.torch_private import (
     between_graphs,
     has_memory,
@@ -161,9 +161,11 @@ class BaseOptimizer(Fields, Checkpoints):
             fades as the schedule does (AdamC, arXiv:2506.02285). Not with decouple_lr.
         cautious: Move an element only if direction and gradient have the same sign, and
             multiply its move by one over the share of such elements, at most 1000
-            (arXiv:2411.16085). Decay does not change.
+            (arXiv:2411.16085). Decay does not change. Rules whose direction is not
+            elementwise refuse it, as Muon and SOAP, and so do Prodigy and Schedule-Free.
         skip_nonfinite: "step" leaves out a step, in all processes, if one has a gradient
-            with an inf or NaN; `optimizer.skipped_steps` counts.
+            with an inf or NaN; `optimizer.skipped_steps` counts. The host waits for the
+            device, unless capturable=True.
         process_group: The processes that hold copies of plain parameters and have equal
             gradients, as under DistributedDataParallel: each maps its share of Muon's and
             SOAP's matrices, bit for bit. A copy (deepcopy, pickle) has none.
@@ -283,7 +285,7 @@ class BaseOptimizer(Fields, Checkpoints):
             if "transforms" in group:
                 raise TypeError("transforms of a param group: they are the optimizer's")
             self.extras = {} if rule.extras else self.extras
-            for p in group["params"] if rule.refuses or rule.whole else ():
+            for p in group["params"] if rule.refuses or rule.whole or rule.measure else ():
                 checks.check_taken(rule, path_of(group, p), p)
             check_modes(group)
             if rule.join is not None and (name := rule.running._fields[0]) in group:
@@ -599,9 +601,8 @@ class BaseOptimizer(Fields, Checkpoints):
 
     def holders_of(self, group: Group, p: Tensor, name: object = "") -> Holders | None:
         """Return the processes that divide the map of p, or None if one maps it alone."""
-        if self.rule_of(group).whole is None:
-            return None
-        return holders_of(p, name, self.process_group)
+        whole = self.rule_of(group).whole
+        return whole and holders_of(p, name, whole, self.process_group)
 
     def numbers(
         self, of_device: Callable[[Tensor], object] = _version, only: Container[int] = ()
@@ -820,15 +821,18 @@ class BaseOptimizer(Fields, Checkpoints):
         counts = [(x, y) for x, *y in [list(map(_number, some)) for some in tensors]]
         scalars, after = scalars_after(bound, counts, coded=True)
         at, given = [*range(len(params))], list[list[Any]]()
+        bits = rounding(self, group, params, counts, at) if write else []
         if rule.given:
             scalars, at, given = given_to(self, bound, params, scalars, counts, at)
+        given += bits
         for i, (p, m, entry) in enumerate(zip(params, batches, entries)):
             leaf = Leaf(p.detach(), *state_in(rule, entry))
             now = microbatch_scalars(rule, scalars[at[i]], m, write)
             with kernel_context(p.device):
                 row = [column[i] for column in given if column[i] is not None]
-                now = with_given(rule, now, drawn(row, leaf_dtype(leaf, grads[i])))
-                new = leaf_step(rule, leaf, grads[i], now, write, whole_means)
+                row = drawn(row, leaf_dtype(leaf, grads[i]))
+                inputs, now = with_given(rule, leaf, now, row)
+                new = leaf_step(rule, inputs, grads[i], now, write, whole_means)
             pairs = zip(flat_leaf(leaf), flat_leaf(new))
             writes += [(x, y, m.finite) for x, y in pairs if y is not x]
             last = zip(tensors[i], (tensors[i][0] + 1.0, *after[i])) if count else ()
@@ -1031,9 +1035,10 @@ class BaseOptimizer(Fields, Checkpoints):
             counts = [(step, running) for step, _ in counts]
         scalars, after = scalars_after(bound, counts, plan.coded)
         given: list[list[Any]] = []
+        bits = rounding(self, group, params, counts, at) if plan.rounds and write else []
         if bound.rule.given:
             scalars, at, given = given_to(self, bound, params, scalars, counts, at)
-        return *pack(bound.rule, scalars, at, microbatches, write), after, given
+        return *pack(bound.rule, scalars, at, microbatches, write), after, given + bits
 
     def _plan(
         self,
@@ -1057,7 +1062,10 @@ class BaseOptimizer(Fields, Checkpoints):
         if old is not None and (plan := old.moved(params, entries)) is not None:
             return plan
         holders = [self.holders_of(group, p, path) for path, p in named]
-        return ClassPlan(bound.rule, counting, list(zip(params, entries, holders)))
+        places = _places(self, params) if bound.rule.draws else ()
+        plan = ClassPlan(bound.rule, counting, list(zip(params, entries, holders)), places)
+        plan.rounds = group_storage(group).param == "stochastic"
+        return plan
 
     @torch.no_grad()
     def reset(
@@ -1194,7 +1202,11 @@ class BaseOptimizer(Fields, Checkpoints):
         rule, values = bound.rule, [lead[name] for name in bound.rule.running._fields]
         if not (first["capturable"] or any(map(_is_cuda, values))):
             values = [x.item() for x in values]
-        unit = Unit(rule, *bound.advance(1.0, rule.running(*values)), [], [])
+        coeffs, running = bound.advance(1.0, rule.running(*values))
+        for name in rule.single:
+            given = [*(self.extras or self.given).get(name, {}).values()]
+            coeffs = coeffs._replace(**{name: given[0] if given else rule.usual[name]})
+        unit = Unit(rule, coeffs, running, [], [])
         for p in chain.from_iterable([group["params"] for group in groups]):
             if "step" in (entry := self.state.get(p, {})):
                 entries.append(entry)
@@ -1253,7 +1265,8 @@ def found_extras(
     groups: list[Group] = optimizer.param_groups
     rules: list[Rule] = list(map(optimizer.rule_of, groups))
     taken = {*chain.from_iterable([rule.extras for rule in rules])}
-    if taken != {*given}:
+    usual = {*chain.from_iterable([rule.usual for rule in rules])}
+    if not taken - usual <= {*given} <= taken:
         raise TypeError(
             f"step got the extras {sorted(given)}: this optimizer's direction takes "
             f"{sorted(taken)} (extras are its arguments but g, s, t, x, z, r and c)"
@@ -1261,6 +1274,7 @@ def found_extras(
     params = [p for group in groups for p in group["params"]]
     extras: dict[str, dict[Tensor, Tensor]] = {}
     for name, x in given.items():
+        x = torch.tensor(x, dtype=torch.double) if isinstance(x, float) else x
         rows = x
         if isinstance(x, Tensor) and x.dim() == 0:
             rows = dict.fromkeys(params, x)
@@ -1268,7 +1282,7 @@ def found_extras(
             rows = dict(zip(params, x))
         if not isinstance(rows, Mapping):
             raise TypeError(
-                f"{name}={checks.shown(x)}: allowed are a 0-d tensor for all, a dict by "
+                f"{name}={checks.shown(x)}: allowed are a number for all, a dict by "
                 f"parameter or by name, and a list of {len(params)}, one for each parameter"
             )
         extras[name] = {}
@@ -1277,20 +1291,21 @@ def found_extras(
             for p, key in zip(group["params"], names):
                 if p.grad is not None or (every and p.requires_grad):
                     value = rows.get(p, rows.get(key))
-                    extras[name][p] = _checked(name, path_of(group, p), p, value)
+                    single = name in optimizer.rule_of(group).single
+                    where = path_of(group, p)
+                    extras[name][p] = _checked(name, where, p, value, single)
     return extras
 
 
-def _checked(name: str, path: object, p: Tensor, x: object) -> Tensor:
-    if not (
-        isinstance(x, Tensor)
-        and x.shape in (p.shape, ())
-        and (x.dim() == 0 or same_placements(p, x))
-    ):
+def _checked(name: str, path: object, p: Tensor, x: object, single: bool) -> Tensor:
+    whole = isinstance(x, Tensor) and x.shape == p.shape and same_placements(p, x)
+    if not ((isinstance(x, Tensor) and x.dim() == 0) or (whole and not single)):
+        also = f"tensors of the shape {tuple(p.shape)}, with its placements, and "
         raise ValueError(
             f"{name} of {path}, which takes a gradient, is {checks.shown(x)}: allowed are "
-            f"tensors of the shape {tuple(p.shape)}, with its placements, and 0-d ones"
+            f"{'' if single else also}0-d ones"
         )
+    assert isinstance(x, Tensor)
     x, part = to_local([as_real_for(p, x.detach()), p])
     # A number in float32 would not widen by what is multiplied with it.
     x = x.to(p.device, torch.promote_types(x.dtype, compute_dtype(p.dtype)))
@@ -1312,6 +1327,10 @@ def given_to(
     rule, columns = bound.rule, list[list[Any]]()
     extras = optimizer.extras or optimizer.given  # extras are {} outside of a step
     for name in rule.extras:
+        if name in rule.usual and name not in extras:
+            usual = torch.tensor(rule.usual[name], dtype=torch.float64, device="cpu")
+            columns.append([usual] * len(params))
+            continue
         for p in params:
             if p not in extras.get(name, ()):
                 where = path_of(optimizer.group_of(p), p)
@@ -1321,10 +1340,8 @@ def given_to(
                 )
         columns.append([extras[name][p] for p in params])
     if "z" in rule.given:
-        every = chain.from_iterable([group["params"] for group in optimizer.param_groups])
-        places = {p: i for i, p in enumerate(every)}
-        rows = zip(at, params)
-        noise = [Noise(bound.seed, counts[i][0], places[p], p) for i, p in rows]
+        rows = zip(at, _places(optimizer, params), params)
+        noise = [Noise(bound.seed, counts[i][0], place, p) for i, place, p in rows]
         columns.append(noise)
     names, indices, results = (*rule.extras, "z"), list[int](), list[Scalars]()
     known: dict[object, int] = {}
@@ -1339,6 +1356,32 @@ def given_to(
         indices.append(known[key])
     kept = [[None if _is_number(x) else x for x in column] for column in columns]
     return results, indices, kept
+
+
+def rounding(
+    optimizer: Any,
+    group: Group,
+    params: list[Tensor],
+    counts: Sequence[tuple[Scalar, Sequence[Scalar]]],
+    at: list[int],
+) -> list[list[Noise | None]]:
+    """Return the column of random bits to round parameters by, if there are any."""
+    if (storage := group_storage(group)).param != "stochastic":
+        return []
+    seeds = [seed_of(storage, p) for p in params]
+    rows = zip(at, _places(optimizer, params), params, seeds)
+    bits = [
+        None if seed is None else Noise(seed, counts[i][0], place, p, torch.int32)
+        for i, place, p, seed in rows
+    ]
+    return [bits] if any([x is not None for x in bits]) else []
+
+
+def _places(optimizer: Any, params: list[Tensor]) -> list[int]:
+    """Return the places of parameters in the optimizer, by which noise is drawn."""
+    every = chain.from_iterable([group["params"] for group in optimizer.param_groups])
+    places = {p: i for i, p in enumerate(every)}
+    return [places[p] for p in params]
 
 
 def _is_number(x: Tensor | Noise) -> bool:

@@ -5,11 +5,12 @@ options about how the step runs.
 """
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from numbers import Integral, Real
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ EXECUTORS = ("compile", "foreach", "triton", "fused")
 TORCHS = ("fused", "differentiable")
 _NUMBERS = {float, int}
 _kind = attrgetter("dtype", "layout")
+T = TypeVar("T")
 
 
 def plain_number(x: Any) -> Any:
@@ -41,7 +43,7 @@ def plain_number(x: Any) -> Any:
     if type(x) is tuple:
         return tuple(map(plain_number, x))
     if isinstance(x, Storage):
-        return Storage(x.param, plain_number(x.moments))
+        return x._replace(moments=plain_number(x.moments))
     if isinstance(x, torch.dtype):  # json has none
         return str(x)
     x = checks.plain(x)
@@ -65,7 +67,8 @@ def take_torchs_decay(
     if name not in given or name in keywords:
         return
     asked, own = given[name], "decouple_wd" in keywords
-    ours = given.get("decouple_wd", asked) if own else getattr(factory, "usual", "") != "l2"
+    usual = getattr(getattr(factory, "owner", None), "_usual", "")
+    ours = given.get("decouple_wd", asked) if own else usual != "l2"
     if asked not in (None, ours):
         raise ValueError(
             f"decoupled_weight_decay={asked} is torch.optim's name of decouple_wd, which "
@@ -226,6 +229,70 @@ def as_scalar(x: Any, params: Sequence[Tensor], capturable: bool) -> Any:
         return checks.plain(x)
     near = x.is_cuda and bool(params) and all([p.device == x.device for p in params])
     return x.reshape(()).double() if capturable or near else x.item()
+
+
+def param_groups_by_name(
+    params: Iterable[tuple[str, Tensor]], options: Mapping[str, Mapping[str, object]]
+) -> list[Group]:
+    """Make param groups with options of their own from patterns of names.
+
+    There is a group for each pattern, and one for the parameters that none selects. They
+    are for every class, torch's too. Those of `Mixed` are divided among its rules.
+
+    Args:
+        params: Named parameters, as model.named_parameters().
+        options: For each name or pattern (`fnmatch`), options as {"weight_decay": 0.0}. The
+            first pattern that a name matches counts.
+
+    Raises:
+        ValueError: A pattern that selects nothing, or nothing that is left.
+
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Embedding(2, 2), nn.Linear(2, 2))
+    >>> options = {"0.*": {"betas": (0.9, 0.95)}}
+    >>> options["*.bias"] = {"weight_decay": 0.0}
+    >>> for group in param_groups_by_name(model.named_parameters(), options):
+    ...     print([name for name, p in group.pop("params")], group)
+    ['0.weight'] {'betas': (0.9, 0.95)}
+    ['1.bias'] {'weight_decay': 0.0}
+    ['1.weight'] {}
+    """
+    named = list(params)
+    for pattern, own in options.items():
+        if not isinstance(own, Mapping):
+            raise TypeError(f"{pattern!r} has {own!r}: allowed are dicts of options")
+    pattern_of = by_pattern("options", {k: k for k in options}, [n for n, _ in named], None)
+    groups: list[Group] = [
+        {**options.get(k or "", {}), "params": [x for x in named if pattern_of[x[0]] == k]}
+        for k in (*options, None)
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def by_pattern(
+    option: str, given: Mapping[str, T] | None, names: list[str], usual: T
+) -> dict[str, T]:
+    """Return, for each name, the value of the first pattern that it matches."""
+    if not isinstance(given, Mapping | None):
+        raise TypeError(f"{option}={given!r}: allowed is a dict of names or patterns")
+    values: dict[str, T] = {}
+    first: dict[str, str] = {}  # for each pattern that a name matches, the one that counts
+    for name in names:
+        hits = [k for k in given or {} if fnmatchcase(without_wrappers(name), k)]
+        values[name] = (given or {})[hits[0]] if hits else usual
+        first |= {k: hits[0] for k in hits if first.get(k) != k}
+    for pattern in given or {}:
+        if pattern not in first:
+            raise ValueError(
+                f"{option} has {pattern!r}, which is none of its parameters: allowed "
+                f"are names and patterns of {names[-5:]} and the others"
+            )
+        if first[pattern] != pattern:
+            raise ValueError(
+                f"{option} has {pattern!r} behind {first[pattern]!r}, which matches all "
+                "of its parameters, and the first counts: put it before"
+            )
+    return values
 
 
 class path_of:

@@ -129,7 +129,8 @@ def train_step(
     >>> model = torch.nn.Linear(2, 1)
     >>> def loss_fn(output, batch):
     ...     return (output - batch[1]).square().mean()
-    >>> step = train_step(model, loss_fn, adamw(lr=lambda step: 0.1 / (step + 1)))
+    >>> optimizer = adamw(lr=lambda step: 0.1 / (step + 1))
+    >>> step = train_step(model, loss_fn, optimizer)
     >>> state = step.init()
     >>> batch = torch.ones(4, 2), torch.full((4, 1), 5.0)
     >>> state, first = step(state, batch)

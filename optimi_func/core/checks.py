@@ -261,9 +261,10 @@ def missing(name: str, module: str = "optimi_func") -> NoReturn:
 
 def check_taken(rule: Rule, path: object, p: Tensor) -> None:
     """Raise if the rule refuses the parameter's shape, or complex numbers."""
-    if p.is_complex() and rule.whole is not None:
+    if p.is_complex() and (rule.whole is not None or rule.whole_fields):
+        does = "keeps a Number of tensors" if rule.whole is None else "maps whole matrices"
         raise TypeError(
-            f"params{path} has dtype {p.dtype}: {rule.name} maps whole matrices of real "
+            f"params{path} has dtype {p.dtype}: {rule.name} {does} of real "
             "numbers. Allowed for complex parameters are elementwise rules, such as adamw"
         )
     why = None if rule.refuses is None else rule.refuses(p)
@@ -402,6 +403,11 @@ def check_moves_state(rule: Rule) -> None:
             f"optimizer_accumulation=True: {rule.name} {does} after each move, so the "
             "state cannot accumulate alone: use accumulation='buffer'"
         )
+
+
+def is_on(number: object) -> bool:
+    """Return False if a number is 0 on the host, and True for tensors and schedules."""
+    return isinstance(number, Tensor) or callable(number) or number != 0
 
 
 def numbers_of(tree: object) -> list[float]:

@@ -230,7 +230,7 @@ def is_low(dtype: torch.dtype) -> bool:
 
 def remainder_dtype(p: Tensor, param: ParamStorage | None) -> torch.dtype | None:
     """Return the dtype of a parameter's `kahan_comp`, or None if it has none."""
-    if not is_low(p.dtype) or param == "plain":
+    if not is_low(p.dtype) or param in ("plain", "stochastic"):
         return None
     if param == "kahan8":
         return torch.int8
@@ -248,7 +248,7 @@ def widen(
     of more than a spacing of p is left out, and so are bits that would make p NaN.
     """
     p32 = to(p, wide)
-    if rest is None:
+    if rest is None or rest.dtype in (torch.int32, torch.int64):  # bits, or their seed
         return p32, p32, None
     if rest.dtype == torch.int8:
         return p32, p32 + to(rest, wide) * _unit(p32, p.dtype), None
@@ -264,7 +264,12 @@ def widen(
 
 
 def narrow(x: Tensor, p: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
-    """Round x to the dtypes of p and of its compensation, which is in codes."""
+    """Round x to the dtypes of p and of its compensation, which is in codes.
+
+    If these are random bits in its place, they are returned as they are.
+    """
+    if rest.dtype == torch.int32:
+        return round_randomly(x, p.dtype, rest), rest
     if rest.dtype == torch.int16:
         # Without an error the derivative of a bit pattern would be 0.
         high, low = _split(x)
@@ -295,6 +300,25 @@ def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
     # rounds to steps of that size.
     much = 1.5 * info.tiny * bits
     return torch.where(x.abs() < info.tiny, (x + much) - much, rounded)
+
+
+def round_randomly(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
+    """Round x to one of its two neighbours in float16 or bfloat16, so that the mean is x.
+
+    `bits` are int32, each number from 0 to 2^16 - 1 being equally likely. They are added to
+    what the dtype cannot hold, of which the carry is kept.
+    """
+    wide, info = to(x, torch.float32), torch.finfo(dtype)
+    half = dtype == torch.float16
+    added = torch.bitwise_right_shift(bits, 3) if half else bits
+    kept = -(1 << (13 if half else 16))
+    y = torch.bitwise_and(wide.view(torch.int32) + added, kept).view(torch.float32)
+    if half:  # steps below 6e-5 get no smaller
+        small = torch.floor(wide * 2.0**24 + to(bits, torch.float32) * 2.0**-16) * 2.0**-24
+        y = torch.where(wide.abs() < info.tiny, small, y)
+    # The carry could make an infinity of a number that is none, or a number of a NaN.
+    fits = (y.abs() <= info.max) & (wide.abs() < float("inf"))
+    return refuse_derivatives(x, to(torch.where(fits, y, wide), dtype))
 
 
 def _unit(p: Tensor, dtype: torch.dtype) -> Tensor:
@@ -371,7 +395,8 @@ class _NotDifferentiable(torch.autograd.Function):
 
 _NO_DERIVATIVE = (
     "a step whose parameters or moments are kept in codes (storage='8bit', 'kahan8', "
-    "'exact') has no derivative: differentiate one with storage=None or dtypes"
+    "'exact') or rounded at random ('stochastic') has no derivative: differentiate one "
+    "with storage=None or dtypes"
 )
 
 

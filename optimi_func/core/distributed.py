@@ -105,21 +105,36 @@ def from_local(part: Tensor, like: Tensor) -> Tensor:
 def on_whole(
     fn: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
     d: Tensor,
-    x: Tensor | None,
+    read: tuple[Tensor, ...],
     fields: tuple[Tensor, ...],
     *more: object,
+    by_matrix: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return fn(d, x, fields, *more), which every process computes on gathered tensors.
+    """Return fn(d, read, fields, *more), which each process computes on gathered tensors.
 
+    If fn maps by matrix, and none is cut, each process maps its own and gathers nothing.
     The results have the placements of d and the fields.
     """
     if not is_distributed(d):
-        return fn(d, x, fields, *more)
-    result, new = fn(
-        whole(d), x if x is None else whole(x), tuple(map(whole, fields)), *more
-    )
+        return fn(d, read, fields, *more)
+    every = [y for y in (d, *read, *fields) if is_distributed(y) and same_placements(d, y)]
+    count = 1 + len(read)
+    if by_matrix and has_whole_matrices(d) and len(every) == count + len(fields):
+        own = list(map(_part, every))
+        result, new = fn(own[0], tuple(own[1:count]), tuple(own[count:]), *more)
+        first, *rest = map(from_local, (result, *new), (d, *fields))
+        return first, tuple(rest)
+    gathered = tuple(map(whole, read)), tuple(map(whole, fields))
+    result, new = fn(whole(d), *gathered, *more)
     first, *rest = map(_divided_like, (d, *fields), (result, *new))
     return first, tuple(rest)
+
+
+def has_whole_matrices(x: "DTensor") -> bool:
+    """Return True if x is a stack of matrices, and its shards are matrices of it."""
+    return x.dim() == 3 and all(
+        [p.is_replicate() or getattr(p, "dim", 1) == 0 for p in x.placements]
+    )
 
 
 def _divided_like(like: Tensor, x: Tensor) -> Tensor:
@@ -249,6 +264,12 @@ def whole_field(p: Tensor, shape: Sequence[int]) -> Tensor:
     if not is_distributed(p):
         return p.new_zeros(shape, dtype=dtype)
     return _zeros(p, shape, dtype, _of_whole_field(p, shape)).to(p.device)
+
+
+def number_field(p: Tensor, kept: object) -> Tensor:
+    """Return a 0 for one of `Rule.whole_fields` that is a number of the tensor."""
+    del kept
+    return whole_field(p, ())
 
 
 def _of_whole_field(p: "DTensor", shape: Sequence[int]) -> "tuple[Placement, ...]":

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optimi_func.core.codes import narrow, remainder_dtype, round_to, to, widen
-from optimi_func.core.distributed import on_whole, whole
+from optimi_func.core.distributed import distribute_like, on_whole, whole
 from optimi_func.core.math import plus, scalar_dtype, times
 from optimi_func.core.pairs import as_complex, as_real, stored
 from optimi_func.core.rule import (
@@ -45,18 +45,26 @@ def whole_means(tensors: list[Tensor], tops: int = 0) -> list[Tensor]:
 def count_means(rule: Rule, rates: Rates, write: bool = True) -> tuple[int, ...]:
     """Return the number of means over the whole tensor in each round of a step.
 
-    A round is before the direction (`Rule.measure`) or after it, and a step has at most
-    one of each. Those of the first are known with the number of elements before them.
+    A round is before the direction (`Rule.measure`), after it, or of the finished delta
+    (`Rule.after_means`), and a step has at most one of each. Those of the first are known
+    with the number of elements before them.
     """
-    before = () if rule.measure is None else (rule.measure.number,)
-    after = len(rates.cautious) + (rule.means.number if rule.means is not None else 0)
-    return (*before, after) if after and write else before
+    return tuple([number for number, _ in _rounds(rule, rates, write)])
 
 
-def count_tops(rule: Rule) -> tuple[int, int]:
-    """Return how many of the last in each kind of round are maxima."""
-    before, after = rule.measure, rule.means
-    return 0 if before is None else before.tops, 0 if after is None else after.tops
+def count_tops(rule: Rule, rates: Rates, write: bool = True) -> tuple[int, ...]:
+    """Return how many of the last in each round are maxima."""
+    return tuple([tops for _, tops in _rounds(rule, rates, write)])
+
+
+def _rounds(rule: Rule, rates: Rates, write: bool) -> list[tuple[int, int]]:
+    before, means, after = rule.measure, rule.means, rule.after_means
+    rounds = [] if before is None else [(before.number, before.tops)]
+    if write:
+        number, tops = (0, 0) if means is None else (means.number, means.tops)
+        rounds.append((number + len(rates.cautious), tops))
+        rounds += [] if after is None else [(after.number, after.tops)]
+    return [x for x in rounds if x[0]]
 
 
 def taking(
@@ -64,32 +72,41 @@ def taking(
 ) -> Callable[[list[Any], int], list[Any]]:
     """Return a `take_means` of known means, which calls `mean` for the others.
 
-    If the rule has `measure`, the first known is the number of elements.
+    The first known are those that `measure` knows beforehand.
     """
     left: list[Any] = list(known)
 
     def take(tensors: list[Any], tops: int) -> list[Any]:
-        sized = rule.measure is not None and len(left) == len(known)
-        count = len(tensors) + sized
+        first = rule.beforehand if len(left) == len(known) else 0
+        count = len(tensors) + first
         if count > len(left):
-            left[sized:] = mean(tensors, tops)
+            left[first:] = mean(tensors, tops)
         now, left[:] = left[:count], left[count:]
         return [x.to(tensors[0].dtype) for x in now]
 
     return take
 
 
-def with_given(rule: Rule, scalars: Scalars, tensors: Sequence[Tensor]) -> Scalars:
-    """Return scalars with tensors for what a rule is given and these have None for."""
+def with_given(
+    rule: Rule, leaf: Leaf, scalars: Scalars, tensors: Sequence[Tensor]
+) -> tuple[Leaf, Scalars]:
+    """Return a leaf and scalars with the tensors that a step is given besides.
+
+    They are for what a rule is given and these scalars have None for. One more has random
+    bits, by which the parameter is rounded.
+    """
     if not tensors:
-        return scalars
+        return leaf, scalars
     names = [name for name in rule.given if getattr(scalars.coeffs, name) is None]
+    if len(tensors) > len(names):
+        *tensors, bits = tensors
+        leaf = leaf._replace(comp=bits)
     coeffs = scalars.coeffs._replace(**dict(zip(names, tensors, strict=True)))
-    return scalars._replace(coeffs=coeffs)
+    return leaf, scalars._replace(coeffs=coeffs)
 
 
-def leaf_sums(rule: Rule, leaf: Leaf, coeffs: object, means: list[Tensor] | None) -> Tensor:
-    """Return the sums that a rule joins; without means the gradient counts as 0."""
+def leaf_sums(rule: Rule, leaf: Leaf, coeffs: Any, means: list[Tensor] | None) -> Tensor:
+    """Return the sums that a rule joins; without means gradient and extras count as 0."""
     leaf = _real(leaf)
     p, wide = leaf.p, leaf_dtype(leaf, leaf.p)
     if means is not None:
@@ -98,6 +115,7 @@ def leaf_sums(rule: Rule, leaf: Leaf, coeffs: object, means: list[Tensor] | None
     zeros = torch.zeros((), dtype=wide, device=p.device).expand(p.shape)
     state = type(leaf.state)(*[decode(s, wide) for s in leaf.state])
     assert rule.means is not None
+    coeffs = coeffs._replace(**dict.fromkeys(rule.extras, zeros)) if rule.extras else coeffs
     measured = rule.means.measure(zeros, to(p, wide), zeros, zeros, state, coeffs)
     return torch.stack([whole(x.sum()) for x in measured]).to(scalar_dtype(p.device))
 
@@ -116,7 +134,7 @@ def held_dtype(*dtypes: torch.dtype) -> torch.dtype:
 def leaf_dtype(leaf: Leaf, g: Tensor) -> torch.dtype:
     """Return the dtype of one leaf's arithmetic."""
     # Codes are no float64.
-    fields = [x.dtype for x in leaf.state if not isinstance(x, tuple)]
+    fields = [x.dtype for x in leaf.state if isinstance(x, Tensor)]
     return compute_dtype(leaf.p.dtype, g.dtype, *fields)
 
 
@@ -135,11 +153,11 @@ def leaf_step(
     storage first, and encoded again at the end:
 
         g <- grad_scale * g + l2 * x
-        coeffs <- measure.settle(mean(measure(g, x, state)))
+        coeffs, kept <- measure.settle(mean(measure(g, x, state)))
         d, state <- direction(g, state)
         d, fields <- whole(d, x, fields)
         u <- -(lr * d + decay * x) / divisor(mean(measure(g, x, d)))    or d alone / divisor
-        u, state <- after(x, u, state)
+        u, state <- after(x, u, state, mean(after_means(x, u, state)))
         p <- round(p + (comp + u)),   comp <- what that rounding lost
 
     Decay is part of the delta, because a bfloat16 parameter times 1 - 1e-5 is itself, while
@@ -172,24 +190,29 @@ def leaf_move(
     wide = leaf_dtype(leaf, g) if wide is None else wide
     c, r, dither = scalars
     p32, x, wide_comp = widen(p, comp, wide)
-    old = [decode(s, wide) for s in state]
+    old: list[Any] = [s if s is None else decode(s, wide) for s in state]
     g = plus(times(r.grad_scale, to(g, wide)), r.l2, x)
     more = (x,) if rule.reads_param else ()
-    count = len(old) if rule.whole is None else len(rule.fields)
+    count = len(old) - len(rule.whole_fields)
     mapped = tuple(old[count:])
     partial_state = type(state)(*old[:count], *[None] * len(mapped))
     if rule.measure is not None:
-        means = take_means(rule.measure.measure(g, x, partial_state, c), rule.measure.tops)
-        if len(means) == rule.measure.number:  # else the number of elements is the first
+        known = take_means(rule.measure.measure(g, x, partial_state, c), rule.measure.tops)
+        if len(known) == rule.measure.number:  # else a kernel is given what is before them
             numel = torch.full((), x.numel(), dtype=x.dtype, device=x.device)
-            means = [numel, *means]
-        c = rule.measure.settle(means[1:], means[0], c)
+            known = [numel, *map(whole, mapped), *known]
+        c, kept = rule.measure.settle(known, c)
+        if write and mapped and mapped[0] is not None:
+            mapped = tuple(map(distribute_like, state[count:], map(whole, kept)))
     d, new, shared = rule.direction(g, partial_state, c, *more)
     if write:
         if rule.whole is not None:
-            d, new_fields = on_whole(
-                rule.whole.map, d, more[0] if more else None, mapped, c
-            )
+            read: list[Tensor] = []
+            for name in rule.whole.reads:
+                i = -1 if name == "x" else rule.fields.index(name)
+                read.append(x if i < 0 else _stored(new[i], old[i], state[i], dither))
+            given = d, tuple(read), mapped, c
+            d, new_fields = on_whole(rule.whole.map, *given, by_matrix=rule.whole.by_matrix)
             # Results share no memory with arguments.
             mapped = tuple([y.clone() if y is x else y for x, y in zip(mapped, new_fields)])
         d = _delta(rule, g, x, d, shared, c, r, take_means)
@@ -198,7 +221,10 @@ def leaf_move(
         moved, rest, after = p, comp, new
         if write:
             if rule.after is not None:
-                u, after = rule.after(x, u, new, c)
+                means: list[Tensor] = []  # Dynamo knows no list[Tensor]()
+                if (told := rule.after_means) is not None:
+                    means = take_means(told.measure(x, u, new, c), told.tops)
+                u, after = rule.after(x, u, new, c, *means)
             moved, rest = _add(p, p32, x, comp, wide_comp, u)
         results = _apart([*after[:count], *mapped], old, x, r.lr)
         # Fields that the rule returned unchanged are not encoded again.
@@ -229,6 +255,11 @@ def _complex_move(
 def _real(leaf: Leaf) -> Leaf:
     """Return a leaf with complex tensors as real pairs."""
     return pytree.tree_map(as_real, leaf) if leaf.p.dtype.is_complex else leaf
+
+
+def _stored(new: Tensor, old: Tensor, before: Any, dither: Scalar) -> Tensor:
+    """Return a field as it is after storage, where executors find it for a map."""
+    return old if new is old else decode(encode(new, before, dither), new.dtype)
 
 
 def _apart(fields: list[Tensor], old: list[Tensor], x: Tensor, lr: Scalar) -> list[Tensor]:
@@ -315,7 +346,8 @@ def leaf_round(
         found.append(tensors)
         return whole_means(tensors, tops)
 
-    leaf_move(rule, leaf, g, scalars, True, taking(rule, known, mean))
+    run = leaf_move if rule.after_means is None else leaf_step
+    run(rule, leaf, g, scalars, True, taking(rule, known, mean))
     return found[0]
 
 
@@ -334,7 +366,8 @@ def _add(
     if comp is None:
         return to(p32 + u, p.dtype), None
     if own is None:
-        return narrow(x + u, p, comp)
+        new, rest = narrow(x + u, p, comp)
+        return new, None if comp.dtype == torch.int32 else rest
     u = u + own
     new = round_to(p32 + u, p.dtype)
     return to(new, p.dtype), to(u - (new - p32), comp.dtype)
@@ -379,6 +412,7 @@ def rates(
     | kind        | the parameter loses, per step                          |
     |-------------|--------------------------------------------------------|
     | l2          | nothing by itself: weight_decay * p joins the gradient |
+    | own         | nothing: the rule reads weight_decay                   |
     | decoupled   | lr * weight_decay * p                                  |
     | fully       | lr / max_lr * weight_decay * p                         |
     | corrected   | lr^2 / max_lr * weight_decay * p (arXiv:2506.02285)    |
@@ -390,8 +424,9 @@ def rates(
     """
     grad_scale = -1.0 if maximize else 1.0
     masked = (True,) if cautious else ()
-    if kind == "l2":
-        return Rates(lr, 0.0, weight_decay, grad_scale, (), masked)
+    if kind in ("l2", "own"):
+        l2 = weight_decay if kind == "l2" else 0.0
+        return Rates(lr, 0.0, l2, grad_scale, (), masked)
     scheduled = lr
     if kind.startswith("fully") and max_lr is not None:
         scheduled = lr / max_lr

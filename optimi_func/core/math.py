@@ -1,13 +1,15 @@
 """Scalar functions for Python numbers and tensors, and initial values of moments."""
 
 import math
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from optimi_func.core.codes import Moment8, SecondMoment8, is_eligible
+from optimi_func.core.distributed import ShardSpec
 from optimi_func.core.rule import MomentStorage, Scalar
 from optimi_func.core.torch_private import differentiates, multiplies_bfloat16
 
@@ -78,13 +80,48 @@ def norm(x: Tensor, **over: object) -> Tensor:
     return torch.where(zero, 0.0, length)
 
 
-def total_norm(norms: list[Tensor]) -> Tensor:
+def total_norm(norms: list[Tensor], order: float = 2) -> Tensor:
     """Return the norm of all gradients from the norm of each, as torch.nn.utils does."""
     if not norms:
         return torch.zeros(())
     first = norms[0].device
     wide = reduce(torch.promote_types, [x.dtype for x in norms])
-    return norm(torch.stack([x.to(first, wide) for x in norms]))
+    return norm(torch.stack([x.to(first, wide) for x in norms]), ord=order)
+
+
+def norm_of_shards(
+    norms: Sequence[tuple[Tensor, ShardSpec | None]],
+    order: float,
+    groups: Sequence["distributed.ProcessGroup"],
+) -> Tensor:
+    """Return the norm of all tensors together, on any meshes, from those of local shards.
+
+    `groups` have tensors of their own in each process, as pipeline stages. A message is for
+    all tensors that end with one group of processes, whose sum goes on to the next group.
+    """
+    parts: dict[tuple[distributed.ProcessGroup, ...], list[Tensor]] = {tuple(groups): []}
+    for x, shard in norms:
+        own = () if shard is None else map(shard.mesh.get_group, shard.dims)
+        parts.setdefault((*groups, *own), []).append(x)
+    totals = {path: total_norm(x, order) for path, x in parts.items()}
+    result = total_norm([x for x, _ in norms], order)
+    if [*totals] == [()]:
+        return result
+    op, join, power = distributed.ReduceOp.SUM, torch.add, order
+    if order == math.inf:
+        op, join, power = distributed.ReduceOp.MAX, torch.maximum, 1.0
+    # The mesh's device, which is another one for an offloaded tensor.
+    device = next((x.mesh.device_type for _, x in norms if x), result.device)
+    sums = {path: x.to(device, torch.float64) ** power for path, x in totals.items()}
+    # The dict is in the order of the parameters, which all processes have.
+    while path := max(sums, key=len):
+        ended = [other for other in sums if other[-1:] == path[-1:]]
+        flat = torch.stack([sums.pop(other) for other in ended])
+        distributed.all_reduce(flat, op, group=path[-1])
+        for other, x in zip(ended, flat.unbind()):
+            rest = other[:-1]
+            sums[rest] = join(sums[rest], x) if rest in sums else x
+    return (sums[()] ** (1 / power)).to(result.device, result.dtype)
 
 
 def iterated_in(device: torch.device, wide: torch.dtype) -> torch.dtype:

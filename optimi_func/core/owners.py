@@ -10,8 +10,14 @@ from zlib import crc32
 import torch
 from torch import Tensor, distributed
 
-from optimi_func.core.distributed import check_same, is_distributed, lost
+from optimi_func.core.distributed import (
+    check_same,
+    has_whole_matrices,
+    is_distributed,
+    lost,
+)
 from optimi_func.core.lists import grouped
+from optimi_func.core.rule import Whole
 from optimi_func.core.torch_private import assert_later
 
 if TYPE_CHECKING:
@@ -27,6 +33,7 @@ class Holders(NamedTuple):
     group: "ProcessGroup"
     dim: int | None  # along which the shards are cut, None for copies
     parts: int  # the number of shards, 1 for copies
+    matrices: int = 1  # of a stack, if several processes may map some each
 
     @property
     def cost(self) -> int:
@@ -51,7 +58,8 @@ class Owned(NamedTuple):
     place: int  # a number of the caller's
     tensors: list[Tensor]  # the direction, and the fields of the map
     holders: list[Holders]  # of each
-    x: Tensor | None = None  # the parameter, if it is in shards and the map reads it
+    read: tuple[Tensor, ...] | None = None  # what the map reads besides, of shards
+    stack: slice | None = None  # the matrices of a stack, if these are some of it
 
     @property
     def mapped(self) -> list[tuple[Tensor, Holders]]:
@@ -60,25 +68,45 @@ class Owned(NamedTuple):
 
     @property
     def given(self) -> list[tuple[Tensor, Holders]]:
-        """Return these and the parameter."""
-        x = [] if self.x is None else [(self.x, self.holders[0])]
-        return [*self.mapped, *x]
+        """Return these and what is only read."""
+        return [*self.mapped, *[(x, self.holders[0]) for x in self.read or ()]]
+
+    def divided(self) -> "list[Owned]":
+        """Return as many parts of a stack of matrices as there are processes, or this."""
+        first, end, found = self.holders[0], 0, list[Owned]()
+        count = min(first.matrices, first.group.size())
+        for i in range(count if count > 1 else 0):
+            start, end = end, first.matrices * (i + 1) // count
+            stack, n = slice(start, end), end - start
+            holders = [h._replace(shape=(n, *h.shape[1:])) for h in self.holders]
+            read = None if self.read is None else tuple([x[stack] for x in self.read])
+            some = [y[stack] for y in self.tensors]
+            found.append(Owned(self.place, some, holders, read, stack))
+        return found or [self]
 
 
 def holders_of(
-    p: Tensor, name: object, copies: "ProcessGroup | None" = None
+    p: Tensor, name: object, whole: Whole, copies: "ProcessGroup | None" = None
 ) -> Holders | None:
     """Return the processes among which p's map is divided, or None if it is not.
 
     `copies` is the process group that holds copies of plain tensors. Of a mesh that shards
-    and copies, the shards' processes divide it. Not divided is a DTensor that several
-    dimensions cut (tensor parallelism and fully_shard), or that is offloaded.
+    and copies, the shards' processes divide it; of one that cuts between matrices and
+    through them, the latter. Not divided is a DTensor whose shards are matrices that
+    `whole` maps, that is offloaded, or that several dimensions cut, as tensor parallelism
+    and fully_shard.
     """
-    group, dim = copies, None
+    group, dim, shape = copies, None, tuple(p.shape)
+    stack = whole.by_matrix and p.dim() == 3
     if is_distributed(p):
         mesh = p.device_mesh
         several = [(i, x) for i, x in enumerate(p.placements) if mesh.size(i) > 1]
         cut = [(i, x) for i, x in several if not x.is_replicate()]
+        if stack and cut and has_whole_matrices(p):
+            return None
+        if stack and not whole.fields:
+            shape = (len(p.to_local()), *shape[1:]) if cut else shape
+            cut = [x for x in cut if getattr(x[1], "dim", 0)]
         (at, place), *more = cut or several or [(0, None)]
         known = type(place).__name__ in ("Shard", "Replicate") and not (cut and more)
         inside = mesh.get_coordinate() is not None and p.device.type == mesh.device_type
@@ -87,7 +115,10 @@ def holders_of(
     if group is None:
         return None
     parts = 1 if dim is None else group.size()
-    return Holders(str(name), tuple(p.shape), p.device, group, dim, parts)
+    # Shards cut fields along the stack, and so elsewhere than the matrices.
+    stack = stack and (dim is None or not whole.fields)
+    matrices = shape[0] if stack else 1
+    return Holders(str(name), shape, p.device, group, dim, parts, matrices)
 
 
 def agree(holders: list[Holders], shared: Mapping[str, object], said: str = "") -> None:
@@ -152,8 +183,8 @@ def map_owned(fn: Callable[[list[Owned]], None], items: list[Owned]) -> None:
                 every.append(like.new_empty(x.shape))
                 front = _front(every[-1], x)
                 front.copy_(torch.cat(next(pieces))[: front.numel()].view_as(front))
-            last = None if item.x is None else every.pop()
-            wholes.append(item._replace(tensors=every, x=last))
+            count = len(item.tensors)
+            wholes.append(item._replace(tensors=every[:count], read=tuple(every[count:])))
         fn(wholes)
         mapped = [x for item in wholes for x in item.mapped]
         lengths = [x.lengths() for _, x in mapped]

@@ -6,7 +6,8 @@ four random words, so that there is no state to advance.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import NamedTuple, TypeAlias, cast
 
 import torch
@@ -19,6 +20,10 @@ from optimi_func.core.rule import Scalar
 
 Words: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 _WORD = 0xFFFFFFFF
+# Places of maps are counted from here, and the last is that of first values.
+_MAPS, FIRST = 1 << 31, (1 << 31) - 1
+_BITS = 1 << 31  # in the last word of counters whose numbers are no normal ones
+SLICE = 1 << 14  # counters
 
 
 def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
@@ -44,15 +49,17 @@ def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
 
 
 class Noise(NamedTuple):
-    """Standard normal numbers of a step for a leaf, which are made when they are read.
+    """Random numbers of a step for a leaf, which are made when they are read.
 
-    `p` is the parameter, which may be distributed, at a place of its tree.
+    They are standard normal and of the dtype of the arithmetic (None), or 16 random bits
+    in an int32. `p` is the parameter, which may be distributed, at a place of its tree.
     """
 
     seed: Scalar
     step: Scalar
     place: int
     p: Tensor
+    dtype: torch.dtype | None = None
 
 
 def drawn(given: Sequence[Tensor | Noise], dtype: torch.dtype) -> list[Tensor]:
@@ -62,11 +69,12 @@ def drawn(given: Sequence[Tensor | Noise], dtype: torch.dtype) -> list[Tensor]:
     """
     noise = [x for x in given if isinstance(x, Noise)]
     found: dict[int, Tensor] = {}
-    for (seed, step), rows in grouped(noise, lambda x: (x.seed, x.step)).items():
+    for (seed, step, own), rows in grouped(noise, itemgetter(0, 1, 4)).items():
+        kind = own or dtype
         wholes: dict[int, Tensor] = {}
         for x in rows:
             shape = as_real(x.p).shape
-            wholes[x.place] = torch.empty(shape, dtype=dtype, device=x.p.device)
+            wholes[x.place] = torch.empty(shape, dtype=kind, device=x.p.device)
         first = min(wholes)
         tensors = [wholes.get(i) for i in range(first, max(wholes) + 1)]
         new = normals(_integer(seed), _integer(step), tensors, first)
@@ -75,15 +83,18 @@ def drawn(given: Sequence[Tensor | Noise], dtype: torch.dtype) -> list[Tensor]:
     return [found[id(x)] if isinstance(x, Noise) else x for x in given]
 
 
-def _integer(x: Scalar) -> Tensor:
-    x = x.detach() if isinstance(x, Tensor) else torch.tensor(x, device="cpu")
-    return x.to(torch.int64)
+def _integer(x: Scalar, device: torch.device | str = "cpu") -> Tensor:
+    if isinstance(x, Tensor):
+        return x.detach().to(device, torch.int64)
+    return torch.full((), x, dtype=torch.int64, device=device)
 
 
 def normals(
     seed: Tensor, step: Tensor, tensors: list[Tensor | None], first: int = 0
 ) -> list[Tensor | None]:
     """Return standard normal tensors like the given ones (Box & Muller 1958).
+
+    Those of int32 have 16 random bits.
 
     They depend on the place in the list, counted from `first`, not on the other tensors,
     which may be None. There is one draw for each dtype and device, so that a graph does not
@@ -96,16 +107,48 @@ def normals(
     noise: list[Tensor | None] = [None] * len(tensors)
     for (dtype, device), places in kinds.items():
         of_kind = cast(list[Tensor], [tensors[i] for i in places])
-        blocks = [(x.numel() + 3) // 4 for x in of_kind]
+        each = 4 if dtype.is_floating_point else 8  # numbers that four words make
+        blocks = [-(-x.numel() // each) for x in of_kind]
         within = torch.cat([torch.arange(n, device=device) for n in blocks])
         pairs = zip(places, blocks)
         which = torch.cat([torch.full_like(within[:n], i + first) for i, n in pairs])
         stream, now = seed.to(device), step.to(device)
-        counter = (within, which, now & _WORD, now >> 32)
-        drawn = _bell(philox(counter, (stream & _WORD, stream >> 32)), dtype)
-        for i, x, z in zip(places, of_kind, drawn.split([4 * n for n in blocks])):
+        key = stream & _WORD, stream >> 32
+        if dtype.is_floating_point:
+            drawn = _bell(philox((within, which, now & _WORD, now >> 32), key), dtype)
+        else:
+            # The temporaries of a slice are in a cache. A graph has one for all.
+            size = within.numel() if torch.compiler.is_compiling() else SLICE
+            rows = zip(within.split(size or 1), which.split(size or 1))
+            last = (now >> 32) + _BITS
+            drawn = torch.cat(
+                [_halves(philox((a, b, now & _WORD, last), key)) for a, b in rows]
+            )
+        for i, x, z in zip(places, of_kind, drawn.split([each * n for n in blocks])):
             noise[i] = z[: x.numel()].reshape(x.shape)
     return noise
+
+
+def normal_of(
+    seed: Scalar, step: Scalar, place: int | Tensor, like: Tensor
+) -> Callable[[Sequence[int]], Tensor]:
+    """Return `normal(shape)`, of which each call draws other numbers than `normals` too."""
+    used = 0
+
+    def normal(shape: Sequence[int]) -> Tensor:
+        nonlocal used
+        count, start, device = math.prod(shape), used, like.device
+        if device.type == "meta":  # where each operation takes 1 ms
+            return like.new_empty(shape)
+        used += (count + 3) // 4
+        within = torch.arange(start, used, device=device)
+        which = torch.zeros_like(within) + place + _MAPS
+        stream, now = _integer(seed, device), _integer(step, device)
+        counter = (within, which, now & _WORD, now >> 32)
+        z = _bell(philox(counter, (stream & _WORD, stream >> 32)), like.dtype)
+        return z[:count].reshape(shape)
+
+    return normal
 
 
 def _bell(words: Words, dtype: torch.dtype) -> Tensor:
@@ -117,3 +160,9 @@ def _bell(words: Words, dtype: torch.dtype) -> Tensor:
         r, phi = (-2.0 * radius.log()).sqrt(), 2.0 * math.pi * angle
         parts += [r * phi.cos(), r * phi.sin()]
     return torch.stack(parts, dim=-1).flatten()
+
+
+def _halves(words: Words) -> Tensor:
+    """Return eight numbers of 16 bits for each four words, in a flat tensor."""
+    parts = [half for x in words for half in (x & 0xFFFF, x >> 16)]
+    return torch.stack(parts, dim=-1).flatten().to(torch.int32)

@@ -38,6 +38,7 @@ BYTES, EACH = 2_000_000, 2
 LEAST, PER_THREAD, ELSEWHERE = 1 << 12, 1 << 17, 1 << 18
 _EXAMPLE = (3, 2)  # the shape of the example's tensors
 _COPIES = {"_to_copy", "clone"}
+_SHOWN = {*_COPIES, "view"}  # elementwise too, as the bits of another dtype
 
 
 class Kind(NamedTuple):
@@ -85,7 +86,7 @@ class _Recorder(TorchDispatchMode):
         result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
         args, more = pytree.tree_map_only(Tensor, self.of, (tuple(args), kwargs or {}))
         whole = isinstance(result, Tensor) and result.shape == _EXAMPLE
-        allowed = torch.Tag.pointwise in func.tags or name in _COPIES
+        allowed = torch.Tag.pointwise in func.tags or name in _SHOWN
         if func._schema.is_mutable or not isinstance(result, Tensor):
             raise TypeError(f"{func} is not recorded")
         call = _Call(name, getattr(torch, name, func), args, more, result)
@@ -234,7 +235,7 @@ def step_now(
     Those whose step is no program are left out. `at` are the indices of their numbers.
     """
     results, room = dict[int, tuple[Leaf, list[Tensor]]](), Room()
-    if rule.whole is not None:
+    if rule.whole is not None or rule.whole_fields:
         return results
     groups: dict[Any, list[tuple[int, list[Tensor]]]] = {}
     for i, ((p, state, comp), g) in enumerate(zip(leaves, grads)):
@@ -316,8 +317,8 @@ def _record(kind: Kind, scalars: Scalars) -> Program:
         numbers = list(torch.full((count,), 0.5, dtype=wide, device=kind.device).unbind())
     values, known = numbers[: count - kind.known], numbers[count - kind.known :]
     (g, *own), taken = tensors[: kind.given], list[Tensor]()
-    now = with_given(rule, fill(kind.statics, spec, values), tensors[1 + len(own) :])
-    leaf = leaf_of(rule, (), own)
+    stored, now = leaf_of(rule, (), own), fill(kind.statics, spec, values)
+    leaf, now = with_given(rule, stored, now, tensors[1 + len(own) :])
 
     def mean(found: list[Tensor], tops: int) -> list[Tensor]:
         taken[:] = whole_means(found, tops)
@@ -329,7 +330,7 @@ def _record(kind: Kind, scalars: Scalars) -> Program:
         else:
             take = taking(rule, known, mean)
             outputs = flat_leaf(leaf_step(rule, leaf, g, now, kind.write, take))
-    old = flat_leaf(leaf) if kind.in_place else [None] * len(outputs)
+    old = flat_leaf(stored) if kind.in_place else [None] * len(outputs)
     outputs = list(map(recorder.of, outputs))
     for i, x in enumerate(outputs):
         # The argument may have been written before.

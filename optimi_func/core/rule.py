@@ -4,8 +4,8 @@ A `Rule` turns one tensor's gradient into a direction. The pipeline in `leaf` tu
 directions into deltas and adds them. All other modules decide where and when it runs.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import (
     Any,
     Literal,
@@ -24,7 +24,7 @@ from torch import Tensor
 # A number that may be traced, differentiated or vmapped: 0-d if it is a Tensor.
 Scalar: TypeAlias = float | Tensor
 # Storage of float16 and bfloat16 parameters, and of moments.
-ParamStorage: TypeAlias = Literal["plain", "kahan", "kahan8", "exact"]
+ParamStorage: TypeAlias = Literal["plain", "kahan", "kahan8", "exact", "stochastic"]
 MomentStorage: TypeAlias = torch.dtype | Literal["8bit"]
 # Anything torch.utils._pytree can flatten.
 PyTree: TypeAlias = Any
@@ -102,14 +102,33 @@ class Measure(NamedTuple):
         number: The number of means.
         measure: `(g, x, state, coeffs) -> tensors`, in the shape of the parameter x, whose
             means are taken. The state is that before the step.
-        settle: `(means, numel, coeffs) -> coeffs` with what `direction` reads. numel is the
-            number of elements of the whole tensor, and 0-d as the means are.
+        settle: `(known, coeffs) -> (coeffs, kept)`: what `direction` reads, and the next
+            values of the fields that are kept. `known` are the number of elements of the
+            whole tensor, the fields that are kept, and the means, all 0-d, or a column of
+            each for several tensors.
+        tops: How many of the last are maxima, not means.
+        kept: The names of the State's last fields, if they are numbers of the tensor, 0-d.
+            Kernels are given them among the means known, and None in their place.
+    """
+
+    number: int
+    measure: Callable[[Tensor, Tensor, Any, Any], list[Tensor]]
+    settle: Callable[[Sequence[Tensor], Any], tuple[Any, tuple[Tensor, ...]]]
+    tops: int = 0
+    kept: tuple[str, ...] = ()
+
+
+class AfterMeans(NamedTuple):
+    """Means over a whole tensor that `Rule.after` takes, of the finished delta.
+
+    Attributes:
+        number: The number of means.
+        measure: `(x, u, state, coeffs) -> tensors`, whose means are taken.
         tops: How many of the last are maxima, not means.
     """
 
     number: int
     measure: Callable[[Tensor, Tensor, Any, Any], list[Tensor]]
-    settle: Callable[[list[Tensor], Tensor, Any], Any]
     tops: int = 0
 
 
@@ -119,19 +138,27 @@ class Whole(NamedTuple):
     Executors gather the shards of a tensor for it.
 
     Attributes:
-        map: `(d, x, fields, coeffs) -> (d, fields)`: maps the direction of a whole tensor,
-            in its shape and dtype, before it becomes a delta, and writes to no argument. x
-            is the parameter if the rule `reads_param`, else None.
+        map: `(d, read, fields, coeffs) -> (d, fields)`: maps the direction of a whole
+            tensor, in its shape and dtype, before it becomes a delta, and writes to no
+            argument. `read` has what `reads` names.
         fields: The names of the State's last fields, if they are the map's. `direction` is
             given None for them, and may leave them out of its result. `init` makes them by
             `whole_field`, in shapes of their own.
         digest: A hash of the map and all else of the step, if the map is sums over
             dimensions and elementwise operations, for a compiler to join; else "".
+        draws: True if the map draws random numbers, and takes coeffs of `Rule.at_place`.
+        reads: What else the map is given: "x" for the parameter, and names of the State's
+            first fields, which are given as the direction's step stores them.
+        by_matrix: True if of a stack (three dimensions) each matrix is mapped by itself,
+            with its part of each field, whose first dimension is the stack's.
     """
 
     map: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
     fields: tuple[str, ...] = ()
     digest: str = ""
+    draws: bool = False
+    reads: tuple[str, ...] = ()
+    by_matrix: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,8 +178,10 @@ class Rule:
             among the results is static. A rule with `running` has
             `(t, lr, running, *, <numbers>) -> (Coeffs, running)`.
         direction: `(g, state, coeffs) -> Direction`: the tensor work, elementwise.
-        after: `(x, u, state, coeffs) -> (u, state)`: rewrites the finished delta u of
-            the parameter x, for example for lookahead.
+        after: `(x, u, state, coeffs, *means) -> (u, state)`: rewrites the finished delta u
+            of the parameter x, for example for lookahead.
+        after_means: The means over a whole tensor that `after` takes, or None.
+        replaces: True if the move does not depend on the u that `after` is given.
         accumulate: `coeffs -> Coeffs` for the second and later micro-batches of one step.
             None if the state cannot take a gradient in parts.
         means: The means over a whole tensor that its move is divided by, or None.
@@ -171,6 +200,8 @@ class Rule:
         given: The names of what a step has to give to each parameter's direction, as fields
             of Coeffs: its `extras`, and "z" for standard normal numbers. For an executor
             those of tensors are None (see `with_given`).
+        usual: The extras that a step need not give, with their numbers then.
+        single: The names of extras that are 0-d, because `whole` or `join` take them.
         digest: A hash of all that its kernels compute. Rules with the same one share
             kernels, as those of a class that is defined again, also with other processes.
             "": it shares none.
@@ -188,6 +219,8 @@ class Rule:
     coeffs: Callable[..., Any]
     direction: Callable[..., Direction]
     after: Callable[..., tuple[Tensor, Named]] | None = None
+    after_means: AfterMeans | None = None
+    replaces: bool = False
     accumulate: Callable[[Any], Any] | None = None
     means: Means | None = None
     measure: Measure | None = None
@@ -198,6 +231,8 @@ class Rule:
     eval_point: Callable[..., Tensor] | None = None
     reads_param: bool = False
     given: tuple[str, ...] = ()
+    usual: Mapping[str, float] = field(default_factory=dict[str, float])
+    single: tuple[str, ...] = ()
     digest: str = ""
     numbers: tuple[str, ...] = ()
     narrow: int | None = None
@@ -205,8 +240,8 @@ class Rule:
 
     def __post_init__(self) -> None:
         """Raise for parts that do not go together."""
-        if self.whole is not None and (self.after is not None or self.means is not None):
-            raise ValueError(f"{self.name}: whole goes with neither after nor means")
+        if self.whole is not None and self.means is not None:
+            raise ValueError(f"{self.name}: whole does not go with means")
         if self.measure is not None and (self.whole is not None or self.join is not None):
             raise ValueError(f"{self.name}: measure goes with neither whole nor join")
         if (*self.fields, *self.whole_fields) != (names := self.state._fields):
@@ -216,8 +251,15 @@ class Rule:
 
     @property
     def whole_fields(self) -> tuple[str, ...]:
-        """The names of the State's fields that `whole` maps, which are its last."""
+        """The State's last fields, which `whole` maps or `measure` keeps, by name."""
+        if self.measure is not None:
+            return self.measure.kept
         return () if self.whole is None else self.whole.fields
+
+    @property
+    def beforehand(self) -> int:
+        """The number of values of a tensor that `measure` knows before its means."""
+        return 0 if self.measure is None else 1 + len(self.measure.kept)
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -233,6 +275,20 @@ class Rule:
     def extras(self) -> tuple[str, ...]:
         """The names of tensors that a step is given for `direction`."""
         return tuple([name for name in self.given if name != "z"])
+
+    def lacks(self, given: Iterable[str]) -> bool:
+        """Return True if these are not extras that a step may be given."""
+        names = {*given}
+        return not {*self.extras} - {*self.usual} <= names <= {*self.extras}
+
+    @property
+    def draws(self) -> bool:
+        """True if `whole` draws random numbers."""
+        return self.whole is not None and self.whole.draws
+
+    def at_place(self, coeffs: Any, place: int | Tensor) -> Any:
+        """Return coefficients for `whole` of the parameter at a place of the optimizer."""
+        return coeffs._replace(whole=(*coeffs.whole, place)) if self.draws else coeffs
 
     def advance(
         self, t: Scalar, lr: Scalar, running: Named, numbers: Mapping[str, object]
@@ -300,7 +356,7 @@ class Scalars(NamedTuple):
 
 
 DecayKind: TypeAlias = (
-    Literal["l2", "decoupled", "fully", "corrected"]
+    Literal["l2", "own", "decoupled", "fully", "corrected"]
     | Literal["proximal", "fully proximal", "corrected proximal"]
 )
 
@@ -319,17 +375,30 @@ WHOLE_BATCH = Microbatch(1.0, False, None)
 class Storage(NamedTuple):
     """Storage of parameters and moments.
 
+    "compact" is `Storage("kahan8", "8bit")`, "exact" is `Storage("exact", torch.float32)`.
+
+    Moments in 8 bits are those of tensors with 8192 elements or more that are 1-D, or whose
+    p[i] have a multiple of 64 elements (32 complex ones). A first moment is coded by its
+    root, a second by its fourth root, which never rounds to 0, up or down by a sequence
+    over the steps. Not coded are AMSGrad's maximum, Adan's last gradient, Ranger's slow
+    weights, and moments that are always float32, as AdEMAMix's and ADOPT's.
+
     Attributes:
         param: For bfloat16 (and float16) parameters: "plain" as they are; "kahan" with a
             compensation of their own dtype; "kahan8" with one of 8 bits, 24 bits in all;
-            "exact" with 16 more bits, which make a bfloat16 parameter a float32. None:
-            "kahan". float32 parameters are stored as they are.
+            "exact" with 16 more bits, which make a bfloat16 parameter a float32;
+            "stochastic" as they are, rounded up or down at random, so that the mean is the
+            number that is rounded. None: "kahan". float32 parameters are stored as they
+            are.
         moments: The moments' dtype, or "8bit": 8 bits an element and a float32 for each
             64 of them. None: the parameter's dtype.
+        seed: That of "stochastic", from 0 to 2^63 - 1. Its random numbers depend on it, the
+            step, the parameter's place and the element alone.
     """
 
     param: ParamStorage | None = None
     moments: MomentStorage | None = None
+    seed: int = 0
 
     @property
     def coded(self) -> bool:
@@ -345,7 +414,9 @@ class Leaf(NamedTuple):
 
     p: Tensor
     state: Named  # the rule's State: tensors
-    comp: Tensor | None  # Kahan compensation: the sum of rounding errors of p
+    # Kahan compensation, the sum of rounding errors of p; or of int32 and in a step alone,
+    # random bits to round p by.
+    comp: Tensor | None
 
 
 class InitOptions(TypedDict, total=False):

@@ -61,14 +61,25 @@ def storage_of(
             f"Invalid storage: storage={storage!r}: allowed are {sorted(STORAGES)}, "
             "Storage(param=..., moments=...) and None"
         )
-    params = ("plain", "kahan", "kahan8", "exact", None)
+    params = ("plain", "kahan", "kahan8", "exact", "stochastic", None)
     if storage.param not in params:
         raise ValueError(
             f"Invalid storage: storage.param={storage.param!r}: allowed are {params}"
         )
     if not storage.coded:
         checks.check_state_dtype(storage.moments)
+    if type(storage.seed) is not int or not 0 <= storage.seed < 1 << 63:
+        raise ValueError(
+            f"Invalid storage: storage.seed={storage.seed!r}: allowed are whole numbers "
+            "from 0 to 2^63 - 1"
+        )
     return storage
+
+
+def seed_of(storage: Storage, p: Tensor) -> int | None:
+    """Return the seed of a parameter that is rounded at random, or None for others."""
+    rounds = storage.param == "stochastic" and codes.is_low(p.dtype)
+    return storage.seed if rounds else None
 
 
 def as_dtype(x: Any) -> Any:
@@ -89,13 +100,13 @@ def check_stored(rules: list[Rule], storage: Storage, params: list[Tensor]) -> l
 
     The rules and parameters are those of all groups with this storage.
     """
-    stored = storage.param in ("kahan", "kahan8", "exact")
+    stored = storage.param not in ("plain", None)
     low = [p for p in params if codes.is_low(p.dtype)] if stored else []
     if storage.param == "exact":
         low = [p for p in low if p.dtype == torch.bfloat16]
     if storage.param == "kahan" and not low:
         return [checks.IDLE_KAHAN]
-    if storage.param in ("kahan8", "exact") and params and not low:
+    if stored and params and not low:
         allowed = "bfloat16" if storage.param == "exact" else "bfloat16 or float16"
         raise ValueError(
             f"Invalid storage: storage.param={storage.param!r}: no parameter is "
@@ -105,9 +116,8 @@ def check_stored(rules: list[Rule], storage: Storage, params: list[Tensor]) -> l
     if not storage.coded:
         return []
     if not any(map(keeps_codes, rules)):
-        fields = [field for rule in rules for field in rule.state._fields]
-        if storage.param == "kahan8" and not fields:
-            return []  # of weights alone: there is no moment that it leaves as it is
+        if storage.param == "kahan8":
+            return []  # of weights alone
         raise ValueError(
             f"Invalid storage: storage.moments='8bit': {rules[0].name} keeps no moments "
             "in 8 bits with these options, so it would change nothing"
@@ -150,9 +160,13 @@ def encode(x: Tensor, like: Tensor | codes.Codes, dither: Scalar) -> Tensor | co
 def state_of(
     kind: type[Named], tensors: Iterator[Tensor], coded: tuple[bool, ...]
 ) -> Named:
-    """Build a State from the next tensors: codes and scales for a field with coded[i]."""
+    """Build a State from the next tensors: codes and scales for a field with coded[i].
+
+    Fields beyond those of `coded` are None.
+    """
     pairs = [(next(tensors), next(tensors) if is_coded else None) for is_coded in coded]
-    return kind(*[x if s is None else codes.CODECS[x.dtype](x, s) for x, s in pairs])
+    fields = [x if s is None else codes.CODECS[x.dtype](x, s) for x, s in pairs]
+    return kind(*fields, *[None] * (len(kind._fields) - len(fields)))
 
 
 # Entries
@@ -167,7 +181,7 @@ def entry_of(state: Named, comp: Tensor | None) -> dict[str, Tensor]:
     for name, field in state._asdict().items():
         if isinstance(field, Tensor):
             entry[name] = field
-        else:
+        elif field is not None:
             entry[name + _Q], entry[name + _SCALE] = field
     if comp is not None:
         entry["kahan_comp"] = comp
@@ -188,11 +202,19 @@ def flat_leaf(leaf: Leaf) -> list[Tensor]:
 
 
 def leaf_of(rule: Rule, codes: tuple[bool, ...], tensors: Sequence[Tensor]) -> Leaf:
-    """Make a leaf of a parameter, its state's tensors and, if it has one, compensation."""
+    """Make a leaf of a parameter, its state's tensors and, if it has one, compensation.
+
+    Fields that `Rule.measure` keeps are None.
+    """
     p, *rest = tensors
-    left = iter(rest)
-    state = state_of(rule.state, left, codes or (False,) * len(rule.state._fields))
+    left, fields = iter(rest), rule.state._fields if rule.measure is None else rule.fields
+    state = state_of(rule.state, left, codes or (False,) * len(fields))
     return Leaf(p, state, next(left, None))
+
+
+def seed_in(comp: Any) -> Tensor | None:
+    """Return what a pure state has for a compensation if it is a seed, of int64."""
+    return comp if getattr(comp, "dtype", None) == torch.int64 else None
 
 
 def names_in(fields: tuple[str, ...], entry: Mapping[str, object]) -> list[str]:
@@ -261,6 +283,8 @@ def check_entry(
     if p.is_complex():
         p, entry = as_real(p), {name: as_real(x) for name, x in entry.items()}
     shapes = dict.fromkeys(rule.counted, torch.Size()) | own_shapes(rule, p)
+    if seed_in(entry.get("kahan_comp")) is not None:
+        shapes["kahan_comp"] = torch.Size()
     for name, x in entry.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{root}{path}[{name!r}]={x!r}: allowed is a tensor")

@@ -36,6 +36,7 @@ class Native(NamedTuple):
     counts_advance: Callable[[int, int, int, int], None]
     decode: Callable[..., None]
     encode: Callable[..., None]
+    draw_bits: Callable[..., None]
 
 
 def address(x: "array[int] | array[float]") -> int:
@@ -54,6 +55,8 @@ def native() -> Native | None:
     try:
         with store.alone(native_key()):
             entry = store.find(native_key())
+            if not entry and not store.may_compile("C++ functions", native_key()):
+                return None
             path = entry[0] if entry else with_vectors(_compile)
         library = ctypes.CDLL(path)
         # Counting takes less time than releasing the GIL for it would.
@@ -67,8 +70,10 @@ def native() -> Native | None:
     library.run_shaped.argtypes = [at, count, count, at, at, count, count]
     library.decode.argtypes = [count, at, at, at, count]
     library.encode.argtypes = [count, at, at, at, count, real]
+    library.draw_bits.argtypes = [at, count, count, count, count, count]
     hold.restype, advance.restype = count, None
-    return Native(run, library.run_shaped, hold, advance, library.decode, library.encode)
+    rest = library.decode, library.encode, library.draw_bits
+    return Native(run, library.run_shaped, hold, advance, *rest)
 
 
 def _compile() -> str:
@@ -84,7 +89,7 @@ def _compile() -> str:
 @cache
 def native_key() -> str:
     """Return the key of the functions in the store, empty if they have none."""
-    return store.key_of(store.machine(), functions=(source(), FLAGS))
+    return store.key_of(store.machine(), name="C++ functions", functions=(source(), FLAGS))
 
 
 def source() -> str:

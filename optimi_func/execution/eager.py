@@ -76,7 +76,7 @@ class EagerLaunch(Launch):
         large = slot.numel >= least and first.can_be_cut
         self._cut = large and not self._joined
         self._programs: dict[object, Program | None] = {}
-        if not (self._cut or self.shards):
+        if not (self._cut or self.shards or self.kept):
             self.rounds = ()  # `run` takes them
 
     def _program(self, packed: Packed, known: int, measures: bool) -> Program | None:
@@ -126,7 +126,8 @@ class EagerLaunch(Launch):
         for (g, *own), into in self._slices(step.columns, made):
             if made is None:
                 leaf = leaf_of(self._rule, self._codes, own[: len(into)])
-                now = with_given(self._rule, packed.scalars, own[len(into) :])
+                given = own[len(into) :]
+                leaf, now = with_given(self._rule, leaf, packed.scalars, given)
                 found = leaf_round(self._rule, leaf, g, now, row)
             else:
                 found = [torch.empty_like(g, dtype=x) for x in made.outputs]
@@ -178,7 +179,8 @@ class EagerLaunch(Launch):
         for (g, *own), targets in self._slices(columns, None):
             leaf = leaf_of(self._rule, self._codes, own[: len(targets)])
             take = taking(self._rule, row, mean)
-            scalars = with_given(self._rule, packed.scalars, own[len(targets) :])
+            given = own[len(targets) :]
+            leaf, scalars = with_given(self._rule, leaf, packed.scalars, given)
             now = self._rule, leaf, g, scalars, self._write, take
             # Its temporaries are freed before those of the next slice are made.
             write_back(targets, leaf_step(*now))

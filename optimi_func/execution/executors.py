@@ -74,14 +74,14 @@ def plan_launches(
         if executor in ("auto", "kernels"):
             launches, updates = plan_shaped(rule, updates, executor == "auto")
         return launches + plan_wholes(rule, updates, partial(plan_launches, executor))
-    if rule.whole_fields:
+    if rule.whole is not None and rule.whole_fields:
         rule = elementwise(rule, False)
     planners: dict[str, _Planner] = {"auto": _plan_auto, "kernels": _plan_kernels}
     plan = planners.get(executor, plan_eager)
 
     # A list kernel takes rows of scalars, if it has to write no means behind them.
-    counted = executor in ("foreach", "eager") or rule.means is not None
-    counted = counted or rule.measure is not None
+    rounds = updates and count_means(rule, updates[0].scalars.scalars.rates, write)
+    counted = executor in ("foreach", "eager") or bool(rounds)
     # Other processes wait for the message about means that these are in.
     reduced = [u for u in updates if u.slot.shard is not None and rule.join is None]
     reduced = [u for u in reduced if count_means(rule, u.scalars.scalars.rates, write)]
@@ -156,8 +156,8 @@ def _plan_kernels(rule: Rule, updates: list[Update], write: bool) -> list[Launch
     in_one_call = isinstance(run, ListKernel | TritonListKernel)
     for batch in split_twins(direct) if in_one_call else [direct]:
         parts = [batch]
-        if (listed and means) or "z" in rule.given:
-            most = DRAWN if "z" in rule.given else MEASURED
+        if (listed and means) or first.draws:
+            most = DRAWN if first.draws else MEASURED
             parts = list(chunks(batch, most, lambda u: u.slot.numel))
         if listed:
             launches += [ListLaunch(rule, part, write, lists) for part in parts]

@@ -197,13 +197,14 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
     means = count_means(key.rule, scalars.rates, key.write)
     # A kernel that measures a round is given those before it, and writes its own.
     means = means if key.round is None else means[: key.round + 1]
-    count = sum(means) + (key.rule.measure is not None)
+    count = sum(means) + key.rule.beforehand
     run = _body(key, spec)
     entry, listed = "", has_list_kernels(key.device) and not key.codes
     # Only torch.compile knows what a stance asks for.
-    if key.device.type == "cpu" and not has_stance():
+    if asks := key.device.type == "cpu" and not has_stance():
         identity = (key[1:], str(spec), count) if listed else None
-        entry = store.key_of(store.machine(), kernel=identity, rule=key.digest or None)
+        made_of = {"name": key.name, "kernel": identity, "rule": key.digest or None}
+        entry = store.key_of(store.machine(), **made_of)
     with kernel_context(key.device), warnings.catch_warnings():
         # As errors, torch's warnings about itself would read as a failed compilation.
         warnings.filterwarnings("ignore", module=_COMPILERS)
@@ -215,6 +216,8 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
                     kind = ShapedKernel if key.shape else ListKernel
                     if _agrees(made := kind(stored[0], *stored[1]), key, run, count):
                         return made
+                if asks and not store.may_compile(key.name, entry):
+                    return run
                 made = _compile_now(key, run, _example(key, count, _COMPILE_LENGTH), listed)
                 if isinstance(made, ListKernel | ShapedKernel):
                     path, *facts = made.made_of
@@ -286,21 +289,21 @@ def _body(key: KernelKey, spec: pytree.TreeSpec) -> Kernel:
     def run(numbers: Tensor, *tensors: Tensor) -> None:
         values = numbers.unbind()
         end = len(tensors) - len(key.given)
-        scalars = with_given(rule, fill(key.statics, spec, values), tensors[end:])
         p, g, *rest = tensors[:inputs]
-        leaf = leaf_of(rule, key.codes, [p, *rest])
+        stored = leaf_of(rule, key.codes, [p, *rest])
+        scalars = fill(key.statics, spec, values)
+        leaf, scalars = with_given(rule, stored, scalars, tensors[end:])
         known = values[key.statics.count(None) :]
         if key.round is not None:
             count = count_means(rule, scalars.rates, key.write)[key.round]
             found = leaf_round(rule, leaf, g, scalars, known[:-count])
-            # The first round is `Rule.measure`'s, if there is one.
-            tops = count_tops(rule)[key.round + (rule.measure is None)]
+            tops = count_tops(rule, scalars.rates, key.write)[key.round]
             for place, mean in zip(numbers.split(1)[-count:], whole_means(found, tops)):
                 place.copy_(mean.reshape(1))
             return
         take = taking(rule, known, whole_means)
         new = leaf_step(rule, leaf, g, scalars, key.write, take)
-        write_back(flat_leaf(leaf) if key.in_place else tensors[inputs:end], new)
+        write_back(flat_leaf(stored) if key.in_place else tensors[inputs:end], new)
 
     return run
 

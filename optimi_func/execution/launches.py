@@ -4,7 +4,7 @@ import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from operator import attrgetter
 from typing import Any, Self, TypeVar
 
@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from optimi_func.core.codes import same_order
-from optimi_func.core.distributed import ShardSpec, all_reduce_sum, to_local
+from optimi_func.core.distributed import (
+    ShardSpec,
+    all_reduce_sum,
+    distribute_like,
+    to_local,
+)
 from optimi_func.core.leaf import (
     compute_dtype,
     count_means,
@@ -23,7 +28,7 @@ from optimi_func.core.packed import ALIGNMENT
 from optimi_func.core.philox import drawn
 from optimi_func.core.program import Room
 from optimi_func.core.rule import Rule
-from optimi_func.execution.cpp import PIECE
+from optimi_func.execution.cpp import PIECE, loaded
 from optimi_func.execution.inductor import Kernel
 from optimi_func.execution.list_kernel import ListKernel
 from optimi_func.execution.slots import Columns, Step, Update
@@ -60,9 +65,12 @@ class Launch:
         self._given = bool(first.given)
         # The number of means in each round that is measured before `run`, and the number
         # of elements of each tensor, which a rule with `measure` knows before that.
-        self.rounds = count_means(rule, first.scalars.scalars.rates, write)
-        self.tops = count_tops(rule)[rule.measure is None :]
+        rates = first.scalars.scalars.rates
+        self.rounds = count_means(rule, rates, write)
+        self.tops = count_tops(rule, rates, write)
         self.sizes: Tensor | None = None
+        # The columns of what a rule with `measure` keeps, before the compensations.
+        self.kept = range(-1 - max(0, rule.beforehand - 1), -1)
         # Sums of a rule that joins them are reduced at the end of the step.
         held = bool(self.rounds) and rule.join is None
         self.shards = [u.slot.shard for u in updates if held and u.slot.shard is not None]
@@ -103,7 +111,26 @@ class Launch:
 
     def _round(self, known: Tensor | None) -> int:
         """Return the index of the round after those known."""
-        return int(known is not self.sizes)
+        width = self._rule.beforehand if known is None else known.shape[1]
+        before = accumulate(self.rounds, initial=self._rule.beforehand)
+        return [*before].index(width)
+
+    def beforehand(self, step: Step) -> Tensor | None:
+        """Return what is known before any round, a row for each tensor."""
+        if not self.kept or self.sizes is None:
+            return self.sizes
+        columns = [self.pick(step.columns.own[i]) for i in self.kept]
+        rows = [torch.stack(x).to(self.sizes) for x in columns]
+        return torch.stack([self.sizes[:, 0], *rows], 1)
+
+    def keep(self, step: Step, known: Tensor | None) -> None:
+        """Write the numbers of tensors that a rule with `measure` keeps."""
+        assert known is not None and self._rule.measure is not None
+        count = self._rule.beforehand + self._rule.measure.number
+        own = known[:, :count].to(self.dtype).unbind(1)
+        _, new = self._rule.measure.settle(own, step.packed[self._at].scalars.coeffs)
+        for i, x in zip(self.kept, new):
+            torch._foreach_copy_(self.pick(step.columns.into[i]), x.unbind())
 
     def aligned(self, columns: Columns) -> list[Tensor]:
         """Pick the gradients, copied if a kernel would misread their memory."""
@@ -120,7 +147,8 @@ class Launch:
         params = self.pick(columns.own[0])
         for column in map(self.pick, columns.given):
             if column[0] is not None:
-                tensors = to_local(drawn(column, self.dtype))
+                tensors = _drawn_bits(column) or drawn(column, self.dtype)
+                tensors = to_local(tensors)
                 lists.append(list(map(_align, params, tensors)))
         return lists
 
@@ -157,7 +185,7 @@ def run_launches(launches: list[Launch], step: Step, joins: bool) -> dict[int, P
     if not all(map(_raw, launches)):
         step = step._replace(room=Room())
     try:
-        for launch, known in _measured(launches, step):
+        for launch, known in measured(launches, step):
             backups: list[tuple[Tensor, Tensor, Tensor]] = []
             for column in step.columns.written(step.write) if flagged else ():
                 for i, x in zip(launch.places, launch.pick(column)):
@@ -167,6 +195,8 @@ def run_launches(launches: list[Launch], step: Step, joins: bool) -> dict[int, P
                     ):
                         backups.append((x, flag, x.clone()))
             taken = launch.run(step, known)
+            if launch.kept and step.write:
+                launch.keep(step, known)
             if joins and (taken := known if taken is None else taken) is not None:
                 rows = taken.to(scalar_dtype(taken.device)).unbind()
                 rows = torch._foreach_mul(rows, launch.lengths.tolist())
@@ -187,7 +217,7 @@ def run_launches(launches: list[Launch], step: Step, joins: bool) -> dict[int, P
     return {i: (sums.get(i), step.packed[k].finite) for i, k in enumerate(step.at)}
 
 
-def _measured(launches: list[Launch], step: Step) -> Iterator[tuple[Launch, Tensor | None]]:
+def measured(launches: list[Launch], step: Step) -> Iterator[tuple[Launch, Tensor | None]]:
     """Yield launches with the means of all their rounds, a row for each tensor.
 
     Each is measured when it is to run, while its tensors are in a cache. Shards are
@@ -198,11 +228,12 @@ def _measured(launches: list[Launch], step: Step) -> Iterator[tuple[Launch, Tens
         if launch.shards:
             together.append(launch)
             continue
-        known = launch.sizes
+        # Without a call where there is nothing, as for most rules.
+        known = None if launch.sizes is None else launch.beforehand(step)
         for _ in launch.rounds:
             known = _behind(known, launch.measure(step, known))
         yield launch, known
-    every = [launch.sizes for launch in together] if together else []
+    every = [launch.beforehand(step) for launch in together] if together else []
     for i, _ in enumerate(together[0].rounds if together else ()):
         found = [x.measure(step, known) for x, known in zip(together, every)]
         whole = _over_shards(together, found, together[0].tops[i])
@@ -237,6 +268,20 @@ def _over_shards(batch: list[Launch], found: list[Tensor], tops: int) -> list[Te
     for i in order if tops else ():
         whole[i][width - tops :] = torch.stack(list(islice(largest, width)))[width - tops :]
     return [torch.stack([whole[i] for i in launch.places]) for launch in batch]
+
+
+def _drawn_bits(column: list[Any]) -> list[Tensor]:
+    """Return what `drawn` does, made by C++, or [] if that does not make it."""
+    bits = [x for x in column if x.dtype == torch.int32 and x.p.is_cpu]
+    if (functions := loaded()) is None or len(bits) < len(column):
+        return []
+    wholes: list[Tensor] = []
+    for seed, step, place, p, dtype in bits:
+        whole = torch.empty(p.shape, dtype=dtype, device="cpu")
+        at, threads = (whole.data_ptr(), whole.numel()), torch.get_num_threads()
+        functions.draw_bits(*at, int(seed), int(step), place, threads)
+        wholes.append(distribute_like(p, whole))
+    return wholes
 
 
 def _align(p: Tensor, g: Tensor) -> Tensor:

@@ -139,13 +139,18 @@ def agree(
     The results may differ by the machine epsilon to that power; if it is 0, in no bit.
     """
     generator = torch.Generator().manual_seed(0)
-    trial = [x[:TRIAL].clone().uniform_(0.25, 0.75, generator=generator) for x in example]
+    trial = [
+        x[:TRIAL].clone().uniform_(0.25, 0.75, generator=generator)
+        if x.is_floating_point()
+        else torch.randint(1 << 16, (len(x[:TRIAL]),), generator=generator).to(x)
+        for x in example
+    ]
     both = [trial, [x.clone() for x in trial]]
     run(*both[0])
     kernel(*both[1])
     if not power:
         return all(a.view(torch.uint8).equal(b.view(torch.uint8)) for a, b in zip(*both))
-    errors = [torch.finfo(x.dtype).eps ** power for x in trial]
+    errors = [torch.finfo(x.dtype).eps ** power for x in trial if x.is_floating_point()]
     near = partial(torch.allclose, equal_nan=True)
     return all(near(a, b, rtol=e, atol=e) for a, b, e in zip(*both, errors))
 

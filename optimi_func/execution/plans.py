@@ -46,9 +46,12 @@ def raise_versions(written: list[Tensor]) -> None:
 class Plan:
     """The launches of a list of parameters, for each kind of gradients and scalars."""
 
-    def __init__(self, rule: Rule, slots: list[Slot]) -> None:
+    def __init__(self, rule: Rule, slots: list[Slot], places: Sequence[int]) -> None:
+        if rule.draws:  # places of the parameters in their optimizer or tree
+            slots = [x._replace(place=i) for x, i in zip(slots, places)]
         self.rule, self.slots = rule, slots
         self.coded = any([slot.coded for slot in slots])
+        self.rounds = False  # True if parameters are rounded at random
         # For one layout of gradients each. `backward` gives them that of their parameters.
         self._known: dict[object, tuple[Guard, tuple[list[Launch], bool]]] = {}
 
@@ -98,6 +101,7 @@ class ClassPlan(Plan):
         rule: Rule,
         counting: tuple[bool, bool],
         rows: list[tuple[Tensor, dict[str, object], Holders | None]],
+        places: Sequence[int],
     ) -> None:
         """Plan for parameters with their entries, and the processes that divide their maps.
 
@@ -129,7 +133,7 @@ class ClassPlan(Plan):
         names = [name for name in every if name != "kahan_comp"]
         local, whole = (self.columns(x, [None] * len(params)) for x in (tensors, full))
         self.holders = [x for x in holders if x is not None]
-        super().__init__(rule, make_slots(names, rule, local, whole.own, holders))
+        super().__init__(rule, make_slots(names, rule, local, whole.own, holders), places)
 
     def moved(
         self, params: list[Tensor], entries: list[dict[str, object]]

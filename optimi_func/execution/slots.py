@@ -78,6 +78,7 @@ class Slot(NamedTuple):
     paired: bool  # real pairs of complex numbers
     # The dtype and length of each of `Rule.whole_fields`, if all are contiguous.
     mapped: tuple[tuple[torch.dtype, int], ...] | None
+    place: int = 0  # among the optimizer's parameters, if the rule's map draws
 
     @property
     def in_place(self) -> bool:
@@ -195,7 +196,12 @@ class Update(NamedTuple):
     def given_dtypes(self) -> tuple[torch.dtype, ...]:
         """Return the dtypes of what is given besides."""
         wide = compute_dtype(self.g.dtype, *self.slot.dtypes)
-        return tuple([x.dtype if isinstance(x, Tensor) else wide for x in self.given])
+        return tuple([x.dtype or wide for x in self.given])
+
+    @property
+    def draws(self) -> bool:
+        """Return True if random numbers are drawn for it."""
+        return any([isinstance(x, Noise) for x in self.given])
 
     @property
     def aligned(self) -> bool:

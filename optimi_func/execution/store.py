@@ -2,8 +2,9 @@
 
 An entry is a library as the compiler wrote it, then facts in JSON, their length, and the
 SHA-256 of the entry's key with all of that. Its name is the key: the digest of everything
-that decides the machine code. What is not exactly as this module wrote it is not loaded,
-and the kernel is compiled.
+that decides the machine code, but for the compiler, which is a fact: where there is none,
+the code of any is loaded, and elsewhere that of another compiler is made again. What is
+not exactly as this module wrote it is not loaded, and the kernel is compiled.
 """
 
 import json
@@ -33,18 +34,30 @@ LONGEST = 1 << 26  # bytes of an entry, which has some 70 KB
 PATIENCE = 2.0  # seconds of waiting for a compiler without a word
 LOOKS, PAUSE = 6000, 0.05  # at another's lock, and the seconds between two
 OLD = 3600.0  # seconds after which a file that is no entry is a dead process's
-# Beginnings of variables that Inductor reads once, at its import, of those that it or a
-# distribution's compiler reads later, and of those that all compilers read.
-_ONCE = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TORCH_INDUCTOR_", "AOT", "CXX")
-_LATER = ("ATEN_", "OMP_PREFIX", "CONDA_PREFIX", "NIX_CFLAGS", "NIX_LDFLAGS")
-_COMPILERS = ("CPATH", "CPLUS_INCLUDE_PATH", "COMPILER_PATH", "GCC_", "LIBRARY_PATH")
+# Beginnings of variables that Inductor reads once, at its import, of those that it reads
+# later, and of those that name a compiler or that compilers read.
+_ONCE = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TORCH_INDUCTOR_", "AOT")
+_LATER = ("ATEN_", "OMP_PREFIX", "CONDA_PREFIX")
+_COMPILERS = (
+    "CXX",
+    "CPATH",
+    "CPLUS_INCLUDE_PATH",
+    "COMPILER_PATH",
+    "GCC_",
+    "LIBRARY_PATH",
+    "NIX_CFLAGS",
+    "NIX_LDFLAGS",
+)
 # Lines of /proc/cpuinfo that tell what -march=native chooses.
 _CPU = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU ", "isa", "cpu\t")
 
 _log = logging.getLogger("optimi_func")
 _said: set[str] = set()
+_made_of: dict[str, dict[str, Any]] = {}  # what this process's keys are digests of
 _slashes = count(2)
 _started = time.time()
+# Why a kernel would be compiled, by its name, where nothing is to be (`warm --check`).
+missing: dict[str, str] | None = None
 
 
 def folder() -> Path | None:
@@ -63,6 +76,30 @@ def find(key: str) -> tuple[str, Any] | None:
 
     The path is one that only this process's loader knows; there is no file any more.
     """
+    if (entry := _current(key)) is None:
+        return None
+    try:
+        # Who cuts or copies over a loaded file stops its processes. This takes some 10 ms.
+        with open(os.memfd_create(key), "wb") as file:
+            file.write(entry[0])
+            file.flush()
+            # The loader takes a path that it knows for the library that it knows by it, and
+            # the file's number is free again as soon as somebody closes it.
+            name = f"{LOADED}{'/' * next(_slashes)}{file.fileno()}"
+            CDLL(name)  # raises if files in memory cannot be run
+        return name, entry[1]["facts"]
+    except OSError:
+        return None
+
+
+def _current(key: str) -> tuple[bytes, dict[str, Any]] | None:
+    """Return library and facts of an entry that this machine's compiler, if any, made."""
+    entry, here = _read(key), _compiler()
+    return entry if entry and (not here[1] or here == entry[1]["compiler"]) else None
+
+
+def _read(key: str) -> tuple[bytes, dict[str, Any]] | None:
+    """Return library and facts of an entry that is as it was written, or None."""
     try:
         if not key or (place := folder()) is None or not _is_own(place, os.stat(place)):
             return None
@@ -77,16 +114,8 @@ def find(key: str) -> tuple[str, Any] | None:
         if digest != sha256(key.encode() + text).digest():
             return None
         end = -4 - int.from_bytes(text[-4:], "big")
-        facts = json.loads(text[end:-4])
-        # Who cuts or copies over a loaded file stops its processes. This takes some 10 ms.
-        with open(os.memfd_create(key), "wb") as file:
-            file.write(text[:end])
-            file.flush()
-            # The loader takes a path that it knows for the library that it knows by it, and
-            # the file's number is free again as soon as somebody closes it.
-            name = f"{LOADED}{'/' * next(_slashes)}{file.fileno()}"
-            CDLL(name)  # raises if files in memory cannot be run
-        return name, facts
+        facts = json.loads(text[end:-4])  # before 0.2 a list, or null
+        return (text[:end], facts) if isinstance(facts, dict) else None
     except (OSError, ValueError, RuntimeError):
         return None
 
@@ -100,7 +129,8 @@ def keep(key: str, library: str, facts: object) -> None:
             with suppress(FileNotFoundError):
                 if part.lstat().st_mtime < time.time() - OLD:  # Its writer was killed.
                     part.unlink()
-        words = json.dumps(facts).encode()
+        made_by = {"compiler": _compiler(), "facts": facts}
+        words = json.dumps(_made_of.get(key, {}) | made_by).encode()
         text = Path(library).read_bytes() + words + len(words).to_bytes(4, "big")
         handle, new = tempfile.mkstemp(dir=place, prefix=f"{key}.so.")
         try:
@@ -110,7 +140,9 @@ def keep(key: str, library: str, facts: object) -> None:
         finally:
             Path(new).unlink(missing_ok=True)
     except (OSError, RuntimeError) as error:
-        _log.info("a compiled step was not kept: %s", error)
+        if "kept" not in _said:
+            _log.info("compiled steps are not kept: %s", error)
+        _said.add("kept")
 
 
 def _made() -> Path | None:
@@ -129,7 +161,7 @@ def alone(key: str) -> Generator[None]:
     """
     with ExitStack() as stack:
         with suppress(OSError, RuntimeError):
-            if key and (place := _made()) and not (place / f"{key}.so").exists():
+            if key and (place := _made()) and _current(key) is None:
                 _lock(place / f"{key}.so.lock", stack)
         yield
 
@@ -169,16 +201,24 @@ def _is_own(path: Path, about: os.stat_result) -> bool:
     return own
 
 
+def unwritable() -> str:
+    """Return why nothing can be kept, empty if it can."""
+    try:
+        if (place := _made()) is None:
+            return "switched off, or not this user's alone"
+        with tempfile.TemporaryFile(dir=place):
+            return ""
+    except (OSError, RuntimeError) as error:
+        return str(error)
+
+
 def tell(name: str, kept: bool) -> None:
     """Say once in a process that a step is compiled."""
     if "compiled" in _said:
         return
     _said.add("compiled")
-    place = None
-    with suppress(OSError, RuntimeError):  # `keep` says why
-        place = _made() if kept else None
-    writable = place is not None and os.access(place, os.W_OK)
-    later = f"later processes load it from {place}" if writable else "as in each process"
+    writable = kept and not unwritable()
+    later = f"later processes load it from {folder()}" if writable else "as in each process"
     text = f"optimi_func compiles a step ({name}), which takes some seconds: {later}"
     if _log.hasHandlers() or sys.stderr is None or not sys.stderr.isatty():
         _log.info(text)
@@ -191,21 +231,57 @@ def key_of(ingredients: Mapping[str, object] | None, **more: object) -> str:
     if ingredients is None or None in more.values():
         return ""
     text = json.dumps({**ingredients, **more}, sort_keys=True, default=repr)
-    return sha256(text.encode()).hexdigest()
+    key = sha256(text.encode()).hexdigest()
+    _made_of[key] = json.loads(text)
+    return key
+
+
+def may_compile(name: str, key: str) -> bool:
+    """Return True if a kernel is to be compiled, and note it if not.
+
+    Raise if it is, and no compiler runs: importing Inductor first would take seconds.
+    """
+    if missing is not None:
+        missing[name] = _why_not(key)
+        return False
+    command, version, _ = _compiler()
+    if not version and not os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
+        raise RuntimeError(f"no C++ compiler {command!r} can be called")
+    return True
+
+
+def _why_not(key: str) -> str:
+    """Return why no entry of a key is loaded: in what the nearest one differs."""
+    if not key or (place := folder()) is None:
+        return "compiled in each process"
+    here: dict[str, Any] = {**_made_of[key], "compiler": _compiler()}
+    entries = [entry[1] for path in place.glob("*.so") if (entry := _read(path.stem))]
+    found = [
+        [f"{x} {str(kept.get(x))[:60]}" for x in here if kept.get(x) != here[x]]
+        for kept in entries
+        if kept.get("name") == here["name"]
+    ]
+    if not found:
+        return "never kept"
+    return f"kept with other {', '.join(min(found, key=len) or ['results'])}"
+
+
+def _compiler() -> list[Any]:
+    """Return command, version (empty if it does not run) and variables of the compiler."""
+    config = sys.modules.get("torch._inductor.config")
+    command = os.environ.get("CXX", "g++") if config is None else config.cpp.cxx
+    command = command if isinstance(command, str) else command[-1]
+    version = _version(command, os.environ.get("PATH"))
+    return [command, version, _environment(_COMPILERS)]
 
 
 def machine() -> dict[str, object] | None:
-    """Return what decides all machine code, or None. Raise if no compiler runs."""
+    """Return what decides all machine code, but for the compiler, or None."""
     if not (processor := _processor()):
         return None
-    config, settings = sys.modules.get("torch._inductor.config"), changed_settings()
-    command = os.environ.get("CXX", "g++") if config is None else config.cpp.cxx
-    compiler: str = command if isinstance(command, str) else command[-1]
-    version = _version(compiler, os.environ.get("PATH"))
-    if not version and not os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
-        raise RuntimeError(f"no C++ compiler {compiler!r} can be called")
+    settings = changed_settings()
     # Settings are made of the variables that there were when Inductor was imported.
-    known = settings is None or _environment(_ONCE) == _FIRST
+    known = settings is None or _environment((*_ONCE, "CXX")) == _FIRST
     if not (known and (sources := _sources())):
         return None
     return {
@@ -213,9 +289,8 @@ def machine() -> dict[str, object] | None:
         "python": (sys.version, *os.uname()[4:], os.confstr("CS_GNU_LIBC_VERSION")),
         "sources": sources,
         "processor": processor,
-        "compiler": (compiler, version),
-        "environment": _environment(_ONCE + _LATER + _COMPILERS),
-        "settings": settings or [],
+        "environment": _environment(_ONCE + _LATER),
+        "settings": [x for x in settings or [] if not x.startswith("cpp.cxx=")],
     }
 
 
@@ -225,7 +300,7 @@ def _environment(prefixes: tuple[str, ...]) -> dict[str, str]:
     return variables
 
 
-_FIRST = _environment(_ONCE)
+_FIRST = _environment((*_ONCE, "CXX"))
 
 
 @cache

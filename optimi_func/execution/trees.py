@@ -18,8 +18,9 @@ from optimi_func.core.distributed import (
     to_local,
 )
 from optimi_func.core.packed import is_capturing
+from optimi_func.core.philox import Noise
 from optimi_func.core.rule import Leaf, Microbatch, PyTree, Rule
-from optimi_func.core.storage import entry_of, names_in, state_of
+from optimi_func.core.storage import entry_of, names_in, seed_in, state_of
 from optimi_func.execution.counts import write_scalar
 from optimi_func.execution.executors import Executor
 from optimi_func.execution.guards import Guard
@@ -42,7 +43,8 @@ from optimi_func.pure.tree import (
 _NONE = type(None)
 _TENSORS = {Tensor, torch.nn.Parameter, _NONE}
 _rule_state, _running = attrgetter("rule_state"), attrgetter("running")
-_comp, _is_given = attrgetter("kahan_comp"), partial(is_not, None)
+_comp, _dtype = attrgetter("kahan_comp"), attrgetter("dtype")
+_is_given = partial(is_not, None)
 
 
 class TreeUpdate:
@@ -107,11 +109,12 @@ class TreeUpdate:
             grads.append(redistribute_like(path, p, g).resolve_conj())
         own = list(map(to_local, columns.own))
         into = own if columns.in_place else list(map(to_local, columns.into))
-        local = Columns(to_local(grads), own, into)
+        local = Columns(to_local(grads), own, into, columns.given)
         if write and columns.in_place:
             pairs = zip(paths, own[0])
             checks.check_apart(pairs, "params{}".format, "call the pure step")
-        return Plan(self._rule, make_slots(names, self._rule, local, columns.own)), local
+        slots = make_slots(names, self._rule, local, columns.own)
+        return Plan(self._rule, slots, places), local
 
     def run(
         self,
@@ -124,6 +127,9 @@ class TreeUpdate:
         """Update leaves by their plan."""
         at = [self._at[i] for i in places]
         packed, at = pack(self._rule, self._scalars, at, microbatches, write)
+        if columns.given:
+            bits = self._bits(places, *columns.given)
+            columns = columns._replace(given=[bits] if write else ())
         inputs = Step(columns, packed, at, write)
 
         def check() -> None:
@@ -148,6 +154,18 @@ class TreeUpdate:
         raise_versions(_present(written))
         return sums
 
+    def _bits(
+        self, places: Sequence[int], seeds: list[Tensor | None]
+    ) -> list[Noise | None]:
+        """Return the random bits to round leaves by, which have these seeds or None."""
+        step, ps = self._tree.state.step, self._tree.leaves
+        rows = [
+            (i, x if x is None or x.is_cuda else x.item()) for i, x in zip(places, seeds)
+        ]
+        return [
+            None if x is None else Noise(x, step, i, ps[i], torch.int32) for i, x in rows
+        ]
+
     def finish_step(self, parts: dict[int, Part], in_place: bool = True) -> None:
         """Join the running scalars, in `after` too, if these are the parts of a step."""
         if not parts:
@@ -171,7 +189,8 @@ class TreeUpdate:
         if len(fields) == len(kind._fields):
             rule_states = map(partial(tuple.__new__, kind), rows)
         else:  # A field in codes has two columns.
-            codes = [slot.codes for slot in plan.slots]
+            wide = (False,) * len(rule.whole_fields)
+            codes = [(*slot.codes, *wide) for slot in plan.slots]
             rule_states = [
                 state_of(kind, filter(_is_given, x), c) for x, c in zip(rows, codes)
             ]
@@ -185,6 +204,8 @@ class TreeUpdate:
                 running = s.running if rule.join is None else after[i]
                 states[i] = LeafState(s.rule_state, s.kahan_comp, running)
         for i, new, own, comp in zip(places, x, rule_states, comps):
+            if (seed := seed_in(states[i].kahan_comp)) is not None:
+                comp = seed.clone()
             ps[i], states[i] = new, LeafState(own, comp, after[i])
         return tree.rebuild(ps, states)
 
@@ -223,13 +244,15 @@ def _step(
     own = counts + _present(columns.own[1:])
     if torch.is_grad_enabled():
         _check_undifferentiated(optimizer, tree, own)
-    plans = _plans(tree, counts, columns, rule, in_place, *names)
+    how = rule, in_place, *names, *[tuple(map(type, x)) for x in columns.given]
+    plans = _plans(tree, counts, columns, *how)
     tensors = own + tree.leaves
     plan = next((plan for guard, plan in plans or () if guard.holds(tensors)), None)
     places = [i for i, g in enumerate(tree.grads) if g is not None]
     if len(places) < len(states):
         lists = [[column[i] for i in places] for column in columns.own]
-        columns = Columns([tree.grads[i] for i in places], lists, lists)
+        given = [[column[i] for i in places] for column in columns.given]
+        columns = Columns([tree.grads[i] for i in places], lists, lists, given)
     with kernel_context(state.step.device):
         if not in_place:
             columns = columns._replace(into=list(map(_empty, columns.own)))
@@ -302,8 +325,12 @@ def _columns(
         entries = [entry_of(row, None) for row in rows]
         names = names_in(rule.state._fields, dict.fromkeys(chain.from_iterable(entries)))
         fields = [[entry.get(name) for entry in entries] for name in names]
-    own = [ps, *fields, list(map(_comp, states))]
-    return names, Columns(gs, own, own)
+    comps, seeds = list(map(_comp, states)), list[list[Any]]()
+    if torch.int64 in map(_dtype, filter(_is_given, comps)):
+        seeds = [list(map(seed_in, comps))]
+        comps = [x if seed is None else None for x, seed in zip(comps, *seeds)]
+    own = [ps, *fields, comps]
+    return names, Columns(gs, own, own, seeds)
 
 
 def _present(lists: list[list[Any]]) -> list[Tensor]:

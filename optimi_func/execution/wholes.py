@@ -7,6 +7,7 @@ the mapped direction, like SGD along a gradient. Both are planned like any rule'
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -30,6 +31,7 @@ from optimi_func.core.rule import (
     along_gradient,
     gradient_rule,
 )
+from optimi_func.core.storage import decode, state_of
 from optimi_func.core.torch_private import share
 from optimi_func.execution.cpp import address
 from optimi_func.execution.kernels import (
@@ -40,7 +42,7 @@ from optimi_func.execution.kernels import (
     has_list_kernels,
     kernel,
 )
-from optimi_func.execution.launches import Launch, addresses
+from optimi_func.execution.launches import Launch, addresses, measured
 from optimi_func.execution.shaped import EXAMPLES, ShapedKernel, example_of
 from optimi_func.execution.slots import Columns, Slot, Step, Update, split_twins
 
@@ -95,6 +97,38 @@ def _elementwise(
     return Rule(*parts, reads_param=reads, given=given, digest=digest)
 
 
+@lru_cache(64)
+def moving(rule: Rule) -> Rule:
+    """Return the rule that moves parameters along mapped directions, to `Rule.after`."""
+    if rule.after is None:
+        return gradient_rule
+    annotations = [(name, Tensor) for name in rule.fields]
+    kind = NamedTuple("State", annotations)
+    rest = (None,) * len(rule.whole_fields)
+    act, told = rule.after, rule.after_means
+
+    def after(x: Tensor, u: Tensor, s: Named, c: Any, *means: Tensor) -> Any:
+        u, new = act(x, u, rule.state(*s, *rest), c, *means)
+        return u, kind(*new[: len(rule.fields)])
+
+    def measure(x: Tensor, u: Tensor, s: Named, c: Any) -> list[Tensor]:
+        assert told is not None
+        return told.measure(x, u, rule.state(*s, *rest), c)
+
+    return replace(
+        rule,
+        name=f"{rule.name}_after",
+        state=kind,
+        direction=along_gradient,
+        after=after,
+        after_means=told and told._replace(measure=measure),
+        accumulate=None,
+        whole=None,
+        reads_param=False,
+        digest=rule.digest and f"{rule.digest}_after",
+    )
+
+
 class WholeLaunch(Launch):
     """Parameters whose rule maps whole tensors: first pass, map, second pass.
 
@@ -114,13 +148,18 @@ class WholeLaunch(Launch):
         directions = self._empty(params)
         first: list[Update] = []
         second: list[Update] = []
+        self._second = moving(rule)
         for i, (u, d) in enumerate(zip(updates, directions)):
-            own = self._of_directions(u.scalars), _of_moves(u.scalars)
+            own = self._of_directions(u.scalars), self._of_moves(u.scalars)
             slot = _with_direction(u.slot, u.p, d)
-            first.append(Update(i, slot, u.p, u.g, u.at, own[0], u.given))
-            second.append(Update(i, _without_state(u.slot), u.p, d, u.at, own[1]))
+            given = tuple([x for x in u.given if x.dtype != torch.int32])
+            bits = u.given[len(given) :]  # to round by, and so for the second pass
+            first.append(Update(i, slot, u.p, u.g, u.at, own[0], given))
+            slot = _moved_slot(u.slot, self._second)
+            rest = bits if self._second is gradient_rule else u.given
+            second.append(Update(i, slot, u.p, d, u.at, own[1], rest))
         self._before = plan(self._first, first, False)  # compiles the kernels
-        self._after = plan(gradient_rule, second, True)
+        self._after = plan(self._second, second, True)
         self._addresses = list(map(Tensor.data_ptr, directions))
 
     def pick(self, items: Sequence[object]) -> list[Any]:
@@ -151,7 +190,8 @@ class WholeLaunch(Launch):
         # Directions come before the state, among the results too.
         own_lists, into_lists = ([x[0], directions, *x[1:]] for x in (own, into))
         grads, given = self.pick(columns.grads), list(map(self.pick, columns.given))
-        lists = Columns(grads, own_lists, into_lists, given)
+        count = len(self._rule.given)
+        lists = Columns(grads, own_lists, into_lists, given[:count])
         first = list(map(self._of_directions, packed))
         before = step._replace(columns=lists, packed=first, room=Room())
         for launch in self._before:
@@ -159,11 +199,16 @@ class WholeLaunch(Launch):
                 launch.readdress(lists)
             launch.run(before, None)
         del before  # with its buffers
-        self._map(list(rows), own[0], own[-1], [x.scalars.coeffs for x in packed])
-        lists, moves = lists._replace(grads=directions), list(map(_of_moves, packed))
+        self._map(list(rows), own, into, [x.scalars.coeffs for x in packed])
+        rest = given[count:] if self._second is gradient_rule else given
+        lists = lists._replace(grads=directions, given=rest)
+        moves = list(map(self._of_moves, packed))
+        if self._second is not gradient_rule and not self._in_place:
+            # The first pass has moved the state.
+            lists = lists._replace(own=[own[0], directions, *into[1:-1], own[-1]])
         second = step._replace(columns=lists, packed=moves, room=Room())
-        for launch in self._after:
-            launch.run(second, None)
+        for launch, means in measured(self._after, second):
+            launch.run(second, means)
 
     def _of_directions(self, packed: Packed) -> Packed:
         """Return the scalars of the first pass."""
@@ -171,67 +216,104 @@ class WholeLaunch(Launch):
             return packed
         return Packed(packed.scalars._replace(coeffs=NoState()))
 
+    def _of_moves(self, packed: Packed) -> Packed:
+        """Return those of the second: the direction has grad_scale and l2 in it."""
+        coeffs, rates, dither = packed.scalars
+        coeffs = NoState() if self._second is gradient_rule else coeffs
+        rates = rates._replace(l2=0.0, grad_scale=1.0)
+        return Packed(Scalars(coeffs, rates, dither))
+
     def _map(
         self,
         rows: list[list[Tensor]],
-        params: list[Tensor],
-        comps: list[Tensor | None],
+        own: list[list[Any]],
+        into: list[list[Any]],
         coeffs: Sequence[Named],
     ) -> None:
         """Map each direction and its fields, in place."""
         assert self._rule.whole is not None
-        whole = self._rule.whole.map
+        rule, how = self._rule, self._rule.whole
         here: list[Owned] = []
         owned: dict[tuple[object, ...], list[Owned]] = {}
 
-        def read(i: int, x: Tensor | None = None) -> Any:
-            if x is None and self._rule.reads_param:
-                _, x, _ = widen(params[i], comps[i], rows[i][0].dtype)
-            return x
+        def whole(d: Any, read: Any, fields: Any, at: int, place: Any) -> Any:
+            return how.map(d, read, fields, rule.at_place(coeffs[at], place))
+
+        def read(item: Owned) -> tuple[Tensor, ...]:
+            return self._read(item, own, into) if item.read is None else item.read
 
         for i, (row, (slot, at, _)) in enumerate(zip(rows, self._facts)):
-            d, *fields = row
+            (d, *fields), item = row, Owned(i, row, [])
             if slot.holders is not None:
                 key = slot.holders.group, slot.holders.dim, d.dtype
-                x = None if slot.holders.dim is None else read(i)
-                owned.setdefault(key, []).append(Owned(i, row, _holders(slot, fields), x))
+                given = None if slot.holders.dim is None else read(item)
+                item = Owned(i, row, _holders(slot, fields), given)
+                owned.setdefault(key, []).extend(item.divided())
             elif slot.shard is not None:
-                every = slot.shard, *slot.fields
-                d, *fields = [
-                    x if s is None else shard_of(x, s) for x, s in zip(row, every)
-                ]
-                if (x := read(i)) is not None:
-                    x = shard_of(x, slot.shard)
-                mapped, new = on_whole(whole, d, x, tuple(fields), coeffs[at])
+                pairs = zip(row, (slot.shard, *slot.fields))
+                d, *fields = [x if s is None else shard_of(x, s) for x, s in pairs]
+                local = tuple([shard_of(x, slot.shard) for x in read(item)])
+                args = d, local, tuple(fields), at, slot.place
+                mapped, new = on_whole(whole, *args, by_matrix=how.by_matrix)
                 _write(rows[i], to_local([mapped, *new]))
             elif d.numel():
-                here.append(Owned(i, row, []))
+                here.append(item)
 
         def in_place(items: list[Owned]) -> None:
             batches: dict[tuple[int, object], list[Owned]] = {}
-            for item in items:
-                i, (d, *_), *_ = item
+            for i, item in enumerate(items):
+                d, at = item.tensors[0], self._facts[item.place][1]
                 kind = (d.shape, d.dtype, d.device) if _batches(d) else i
-                batches.setdefault((self._facts[i][1], kind), []).append(item)
+                batches.setdefault((at, kind), []).append(item)
             for (at, _), batch in batches.items():
                 if len(batch) == 1:
-                    ((i, (d, *fields), _, x),) = batch
-                    wide_fields = tuple([to(f, d.dtype) for f in fields])
-                    result, new = whole(d, read(i, x), wide_fields, coeffs[at])
+                    i, (d, *fields), *_ = batch[0]
+                    wide, given = tuple([to(f, d.dtype) for f in fields]), read(batch[0])
+                    result, new = whole(d, given, wide, at, self._facts[i][0].place)
                     _write(batch[0].tensors, [result, *new])
-                    del result, new  # before there are the next ones
+                    del result, new, given  # before there are the next ones
                     continue
-                xs = [read(i, x) for i, _, _, x in batch]
+                each = list(map(read, batch))
                 d, *fields = map(torch.stack, zip(*[item.tensors for item in batch]))
-                axis, x = (None, None) if xs[0] is None else (0, torch.stack(xs))
-                ways = vmap(whole, (0, axis, 0, None))
-                result, new = ways(d, x, tuple(fields), coeffs[at])
+                along, places = self._places(batch, d.device)
+                ways = vmap(whole, (0, 0, 0, None, along))
+                stacked = tuple(map(torch.stack, zip(*each))), tuple(fields)
+                result, new = ways(d, *stacked, at, places)
                 for item, *every in zip(batch, result, *new):
                     _write(item.tensors, every)
 
         in_place(here)
         for items in owned.values():
             map_owned(in_place, items)
+
+    def _read(
+        self, item: Owned, own: list[list[Any]], into: list[list[Any]]
+    ) -> tuple[Tensor, ...]:
+        """Return what the map reads of a parameter, which is local."""
+        assert self._rule.whole is not None
+        if not self._rule.whole.reads:
+            return ()
+        slot, _, wide = self._facts[i := item.place]
+        end = len(slot.columns) - slot.compensated
+        fields = iter([into[column][i] for column in slot.columns[1:end]])
+        state = state_of(self._rule.state, fields, slot.codes)
+        found = [
+            widen(own[0][i], own[-1][i], wide)[1]
+            if name == "x"
+            else decode(getattr(state, name), wide)
+            for name in self._rule.whole.reads
+        ]
+        return tuple(found if item.stack is None else [x[item.stack] for x in found])
+
+    def _places(
+        self, batch: list[Owned], device: torch.device
+    ) -> tuple[int, Tensor] | tuple[None, None]:
+        """Return the axis of a batch and places to draw random numbers by, if it does."""
+        if not self._rule.draws:
+            return None, None
+        places = [self._facts[item.place][0].place for item in batch]
+        # Filled, because a CUDA graph takes no upload.
+        return 0, torch.stack([torch.full((), x, device=device) for x in places])
 
 
 def _write(old: list[Tensor], new: list[Tensor]) -> None:
@@ -327,7 +409,7 @@ def _fits(rule: Rule, u: Update) -> bool:
     slot, p, wide = u.slot, u.p, compute_dtype(u.g.dtype, *u.slot.dtypes)
     whole = slot.shard is None and slot.holders is None and not slot.paired
     plain = u.can_be_cut and not slot.coded and p.is_contiguous() and p.numel() > 0
-    plain = plain and not u.given
+    plain = plain and not u.given and rule.after is None
     kept = slot.mapped is not None and all([dtype == wide for dtype, _ in slot.mapped])
     return p.device.type == "cpu" and p.dim() in EXAMPLES and whole and plain and kept
 
@@ -364,13 +446,6 @@ def _shape(u: Update) -> tuple[int, ...]:
     return tuple(u.p.shape) if u.slot.shard is None else u.slot.shard.shape
 
 
-def _of_moves(packed: Packed) -> Packed:
-    """Return the scalars of the second pass: the direction has grad_scale and l2 in it."""
-    _, rates, dither = packed.scalars
-    rates = rates._replace(l2=0.0, grad_scale=1.0)
-    return Packed(Scalars(NoState(), rates, dither))
-
-
 def _with_direction(slot: Slot, p: Tensor, d: Tensor) -> Slot:
     """Return the slot with the direction as the last field of its state."""
     end = len(slot.dtypes) - slot.compensated
@@ -385,10 +460,12 @@ def _with_direction(slot: Slot, p: Tensor, d: Tensor) -> Slot:
     )
 
 
-def _without_state(slot: Slot) -> Slot:
-    """Return the slot of the parameter and its compensation."""
+def _moved_slot(slot: Slot, rule: Rule) -> Slot:
+    """Return the slot of the parameter and its compensation, with what `after` reads."""
     end = len(slot.dtypes) - slot.compensated
     columns = [i + (i > 0) for i in slot.columns]
+    if rule is not gradient_rule:
+        return slot._replace(columns=tuple(columns))
     return slot._replace(
         dtypes=(slot.dtypes[0], *slot.dtypes[end:]),
         addresses=(*slot.addresses[:1], *slot.addresses[end:]),

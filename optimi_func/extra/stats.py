@@ -26,7 +26,7 @@ class Stats:
 
     A measured step keeps a copy of all weights, in float32 or wider, and compares it with
     those after the step. Nothing waits for a device. Measure only steps that you log;
-    others pay nothing.
+    others pay nothing. Where `SAM` or `Lookahead` holds an optimizer, measure the inner.
 
     Args:
         optimizer: A class of this package.
@@ -40,8 +40,11 @@ class Stats:
     >>> measured = Stats(optimizer)
     >>> measured.track()
     >>> optimizer.step()
-    >>> measured.stats(by="parameter")["w"]
-    {'grad_norm': 5.0, 'update_norm': 2.5, 'param_norm': 2.5, 'lr': 0.5, 'skipped': 0.0}
+    >>> found = measured.stats(by="parameter")["w"]
+    >>> found["grad_norm"], found["update_norm"], found["param_norm"]
+    (5.0, 2.5, 2.5)
+    >>> found["lr"], found["skipped"]
+    (0.5, 0.0)
     """
 
     def __init__(self, optimizer: BaseOptimizer) -> None:

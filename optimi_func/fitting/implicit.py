@@ -44,7 +44,8 @@ def implicit_root(optimality: Callable[..., object], params: T, *args: PyTree) -
             warns, and derivatives of those solutions are NaN.
 
     >>> a = torch.tensor([4.0], requires_grad=True)
-    >>> x = implicit_root(lambda x, a: x**3 - a, torch.tensor([4.0]) ** (1 / 3), a)
+    >>> root = torch.tensor([4.0]) ** (1 / 3)
+    >>> x = implicit_root(lambda x, a: x**3 - a, root, a)
     >>> torch.autograd.grad(x.sum(), a)[0]  # 1 / (3 x^2)
     tensor([0.1323])
     """

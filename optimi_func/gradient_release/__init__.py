@@ -67,14 +67,13 @@ def prepare_for_gradient_release(
     p.grad, and are not divided. The step ends with the `accumulation_steps`-th backward
     or with `step()`, whichever comes first.
 
-        "buffer"   The gradients' sum is kept, and freed parameter by parameter in the
-                   last backward. Exact for every rule.
-        "states"   No buffer. The state decays once, and each gradient joins it:
-                   m <- m + (1 - b1) * g_i, v <- v + (1 - b2) * g_i^2. Exact for SGD with
-                   momentum. For the others the first moment is that of the whole
-                   gradient, but v is a sum of squares and not the square of a sum, and
-                   Nesterov and Lion look ahead along the last part alone. docs/release.md
-                   says what that costs.
+    - "buffer": the gradients' sum is kept, and freed parameter by parameter in the last
+      backward. Exact for every rule.
+    - "states": no buffer. The state decays once, and each gradient joins it: `m <- m + (1 -
+      b1) * g_i`, `v <- v + (1 - b2) * g_i^2`. Exact for SGD with momentum. For the others
+      the first moment is that of the whole gradient, but v is a sum of squares and not the
+      square of a sum, and Nesterov and Lion look ahead along the last part alone.
+      docs/release.md says what that costs.
 
     Under fully_shard (FSDP2), prepared after it, each process updates its shards as soon
     as they are reduced. Norms are those of whole gradients, and all processes skip the same
@@ -128,8 +127,15 @@ def prepare_for_gradient_release(
             DistributedDataParallel or FullyShardedDataParallel. With `process_group`, also
             DTensors, and models, options or states that differ by process. No hook has been
             added then.
+        RuntimeError: In a later backward or step: a GradScaler (train in bfloat16),
+            compiled autograd, a DistributedDataParallel wrapped around the model later,
+            `backward(create_graph=True)` (run it in `with handle.paused():`), and a
+            parameter that gets two gradients in one backward, as a shared one under
+            reentrant checkpointing does (`use_reentrant=False`).
 
     References:
+        Pudipeddi et al., "Training Large Neural Networks with Constant Memory using a New
+        Execution Algorithm", arXiv:2002.05645 (updates within backward).
         Zhang et al., "Adam Accumulation", arXiv:2305.19982 (accumulation="states").
 
     >>> import torch
@@ -137,7 +143,8 @@ def prepare_for_gradient_release(
     >>> model = nn.Linear(2, 1, bias=False)
     >>> nn.init.ones_(model.weight).sum().item()
     2.0
-    >>> optimizer = SGD(model.parameters(), lr=0.1, gradient_release=True, compile=False)
+    >>> options = dict(gradient_release=True, compile=False)
+    >>> optimizer = SGD(model.parameters(), lr=0.1, **options)
     >>> with prepare_for_gradient_release(model, optimizer):
     ...     model(torch.ones(1, 2)).sum().backward()
     >>> model.weight.grad is None, model.weight.detach()

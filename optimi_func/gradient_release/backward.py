@@ -20,8 +20,6 @@ from optimi_func.core.distributed import (
     shards_of,
     to_local,
 )
-from optimi_func.core.lists import grouped
-from optimi_func.core.math import total_norm
 from optimi_func.core.rule import WHOLE_BATCH, Scalar
 from optimi_func.core.torch_private import is_plain, norms_of
 from optimi_func.execution.sums import Part
@@ -65,14 +63,6 @@ def whole_norms(norms: list[Norm]) -> list[Norm]:
         norm if norm.shard is None else Norm(total.sqrt().to(norm.value.dtype), None)
         for norm, total in zip(norms, sums)
     ]
-
-
-def global_norm(norms: list[Norm]) -> Tensor:
-    """Return the norm of all tensors together, by one number per mesh and process."""
-    parts = grouped(norms, lambda norm: norm.shard and norm.shard.group)
-    local = [norm.value for norm in parts.pop(None, [])]
-    sums = [Norm(total_norm([n.value for n in x]), x[0].shard) for x in parts.values()]
-    return total_norm([*local, *(norm.value for norm in whole_norms(sums))])
 
 
 def as_scalar(x: Tensor, p: Tensor, on_host: bool) -> Scalar:

@@ -20,6 +20,7 @@ from optimi_func.core.distributed import (
     redistribute_like,
     to_local,
 )
+from optimi_func.core.math import norm_of_shards
 from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Scalar
 from optimi_func.core.torch_private import clip_factor, is_plain
 from optimi_func.execution.executors import SMALL
@@ -31,7 +32,6 @@ from optimi_func.gradient_release.backward import (
     SinceStep,
     are_finite,
     as_scalar,
-    global_norm,
     is_finite,
     local_norms,
     record,
@@ -304,7 +304,9 @@ class Runner:
         if isinstance(self.optimizer, TreeOptimizer):
             return 1
         holders = self.optimizer.holders_of(self.optimizer.group_of(p), p)
-        return 1 if holders is None else min(holders.group.size(), 4 * holders.parts)
+        if holders is None:
+            return 1
+        return -(-min(holders.group.size(), 4 * holders.parts) // max(1, holders.matrices))
 
     def _flush(self, backward: Backward) -> None:
         for device in list(backward.pending):
@@ -371,7 +373,7 @@ class Runner:
         if not o.grad_norm or (o.accumulation == "states" and not backward.fired):
             return  # step() ended the cycle without a gradient
         record([norm.value for norm in backward.norms])
-        self.grad_norm = global_norm(backward.norms)
+        self.grad_norm = norm_of_shards(backward.norms, 2, ())
 
     def skips(self, norms: list[Norm]) -> bool:
         """Return True, and drop the cycle, if a measured gradient is not finite."""
@@ -383,7 +385,7 @@ class Runner:
         if everywhere(finite, list(self.params.values())):
             return False
         self.cycle, self.since_step = Accumulation(), self.since_step or SinceStep()
-        self.grad_norm = global_norm(norms) if self.options.grad_norm else None
+        self.grad_norm = norm_of_shards(norms, 2, ()) if self.options.grad_norm else None
         for p in self.params.values():
             self._skip(p, torch.ones((), dtype=torch.bool, device=p.device))
         return True
@@ -454,7 +456,7 @@ class Runner:
 
     def grad_scale_of(self, norms: list[Norm]) -> Tensor:
         """Return the factor that clips all gradients, from their norms."""
-        return clip_factor(self.options.clip_global_norm, global_norm(norms))
+        return clip_factor(self.options.clip_global_norm, norm_of_shards(norms, 2, ()))
 
     def _finite(
         self, params: list[Tensor], grads: list[Tensor], norms: list[Norm]

@@ -49,8 +49,10 @@ class Adafactor(Body, name="adafactor"):
         b = 1 - t^decay_rate
         R <- b R + (1 - b) mean over columns of (g^2 + eps1)
         C <- b C + (1 - b) mean over rows of (g^2 + eps1)
-        U = g / sqrt(R C / mean(R))          for a vector g / sqrt(V), V like R without mean
+        U = g / sqrt(R C / mean(R))
         p <- p - lr * U / max(1, RMS(U) / clip_threshold) - lr * weight_decay * p
+
+    and U = g / sqrt(V) for a vector, with V like R without a mean.
 
     Its state is some thousandths of a matrix. A bfloat16 parameter with Kahan summation
     takes 4 bytes in all, and with gradient release no gradient more. R, C and V are float32

@@ -1,17 +1,19 @@
 """Adam (Kingma & Ba 2015), AdamW and AMSGrad."""
 
 from dataclasses import KW_ONLY
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from optimi_func.core.rule import Scalar
+from optimi_func.optimizers.mars import Corrected, refuse_mars
 from optimi_func.rules import (
     Betas,
     Body,
     Coupled,
     Float,
+    Former,
     Largest,
     Moment,
     SecondMoment,
@@ -132,7 +134,7 @@ class Adam(WithLargest, name="adam"):
     )
 
 
-class AdamW(WithLargest, name="adamw"):
+class AdamW(Corrected, WithLargest, name="adamw"):
     """AdamW: Adam with weight decay that does not go through the moments.
 
         p <- p - lr * mhat / (sqrt(vhat) + eps) - lr * weight_decay * p
@@ -145,14 +147,20 @@ class AdamW(WithLargest, name="adamw"):
             lr / max_lr.
         eps: Added to the root, after the bias correction.
         amsgrad: Divide by the largest v so far instead of v (arXiv:1904.09237).
+        mars: MARS: g + mars * b1 / (1 - b1) * (g - g_prev), divided by its norm if that is
+            above 1, takes the place of g. The paper's are 0.025, betas of 0.95 and 0.99,
+            and an lr above AdamW's. It keeps g_prev, and goes without amsgrad. None: off.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
     References:
-        Loshchilov & Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101.
+        Loshchilov & Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101;
+        Yuan et al., "MARS: Unleashing the Power of Variance Reduction for Training Large
+        Models", arXiv:2411.10438.
 
     >>> w = torch.ones(2, requires_grad=True)
-    >>> AdamW([w], lr=0.1, weight_decay=0.5, compile=False).step(w.sum().backward)
+    >>> optimizer = AdamW([w], lr=0.1, weight_decay=0.5, compile=False)
+    >>> optimizer.step(w.sum().backward)
     >>> w.detach()
     tensor([0.8500, 0.8500])
     """
@@ -160,11 +168,28 @@ class AdamW(WithLargest, name="adamw"):
     weight_decay: Float = Float(1e-2)
 
     counterparts = Counterparts(
-        in_torch=torch.optim.AdamW, bitsandbytes=Moments.Plain._fields
+        in_torch=torch.optim.AdamW,
+        torch_options=refuse_mars,
+        bitsandbytes=Moments.Plain._fields,
     )
+    directed = Moments.direction
+    accumulated = Moments.accumulate
+
+    class WithFormer(NamedTuple):
+        exp_avg: Moment
+        exp_avg_sq: SecondMoment
+        prev_grad: Former  # g_prev
+
+    @property
+    def State(self) -> type[Any]:
+        return super().State if self.mars is None else self.WithFormer
+
+    def check(self) -> None:
+        if self.mars is not None and self.amsgrad:
+            raise ValueError(f"Invalid amsgrad: amsgrad=True with mars={self.mars}")
 
 
 # Found by torch.load(weights_only=True).
-State, AMSGradState = Moments.Plain, WithLargest.AMSGrad
+State, AMSGradState, WithFormer = Moments.Plain, WithLargest.AMSGrad, AdamW.WithFormer
 adam, adam_init, adam_step = functions(Adam)
 adamw, adamw_init, adamw_step = functions(AdamW)

@@ -28,7 +28,8 @@ class Adan(Body, name="adan"):
 
         m <- b1 * m + (1 - b1) * g,   w <- b2 * w + (1 - b2) * (g - g_prev)
         n <- b3 * n + (1 - b3) * (g + b2 * (g - g_prev))^2
-        p <- (p - lr * (mhat + b2 * what) / (sqrt(nhat) + eps)) / (1 + lr * weight_decay)
+        p <- p - lr * (mhat + b2 * what) / (sqrt(nhat) + eps)
+        p <- p / (1 + lr * weight_decay)
 
     with mhat, what and nhat corrected for bias as in Adam. At the first step g_prev is g.
 
@@ -46,7 +47,8 @@ class Adan(Body, name="adan"):
         Deep Models", arXiv:2208.06677.
 
     >>> w = torch.ones(2, requires_grad=True)
-    >>> Adan([w], lr=0.1, weight_decay=0.0, compile=False).step(w.sum().backward)
+    >>> optimizer = Adan([w], lr=0.1, weight_decay=0.0, compile=False)
+    >>> optimizer.step(w.sum().backward)
     >>> w.detach()
     tensor([0.9000, 0.9000])
     """

@@ -17,7 +17,8 @@ class AdEMAMix(Body, name="ademamix"):
 
         m1 <- b1 * m1 + (1 - b1) * g,   m2 <- b3(t) * m2 + (1 - b3(t)) * g
         v <- b2 * v + (1 - b2) * g^2
-        p <- p - lr * (m1hat + alpha(t) * m2) / (sqrt(vhat) + eps) - lr * weight_decay * p
+        u = (m1hat + alpha(t) * m2) / (sqrt(vhat) + eps)
+        p <- p - lr * u - lr * weight_decay * p
 
     with m1hat and vhat corrected for bias as in Adam, and m2 not. Old gradients remain
     useful over tens of thousands of steps. m2 and v are float32 whatever the storage,

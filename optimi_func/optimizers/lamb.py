@@ -25,12 +25,12 @@ class LAMB(Moments, name="lamb"):
     """LAMB: AdamW with steps scaled, for each tensor, to lr times the tensor's norm.
 
         r = mhat / (sqrt(vhat) + eps) + weight_decay * p
-        p <- p - lr * |p| / |r| * r         norms over each tensor; no factor if one is 0
+        p <- p - lr * |p| / |r| * r
 
-    with Adam's bias corrected m and v. Each layer moves by the same share of its norm,
-    which keeps training stable at batches of tens of thousands. So lr is relative: 1e-3
-    changes each tensor by a thousandth of its norm. Decay turns that step and does not
-    lengthen it.
+    with Adam's bias corrected m and v, norms over each tensor, and no factor if one is 0.
+    Each layer moves by the same share of its norm, which keeps training stable at batches
+    of tens of thousands. So lr is relative: 1e-3 changes each tensor by a thousandth of its
+    norm. Decay turns that step and does not lengthen it.
 
     v is float32 (float64 for float64 parameters) whatever the storage, because a bfloat16
     hardly moves by steps of 0.001.

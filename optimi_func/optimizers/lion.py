@@ -1,16 +1,17 @@
 """Lion (Chen et al. 2023)."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from optimi_func.rules import Betas, Body, Float, Moment, functions, where
+from optimi_func.optimizers.mars import Corrected
+from optimi_func.rules import Betas, Float, Former, Moment, functions, where
 from optimi_func.state.convert import Counterparts
 
 __all__ = ["Lion", "lion", "lion_init", "lion_step"]
 
 
-class Lion(Body, name="lion"):
+class Lion(Corrected, name="lion"):
     """Lion: step by the sign of an interpolation between momentum and gradient.
 
         p <- p - lr * sign(b1 * m + (1 - b1) * g) - lr * weight_decay * p
@@ -23,11 +24,16 @@ class Lion(Body, name="lion"):
         betas: b1 (in the step) and b2 (in m), each in [0, 1).
         weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
             lr / max_lr.
+        mars: MARS: g + mars * b1 / (1 - b1) * (g - g_prev), divided by its norm if that is
+            above 1, takes the place of g. The paper's are 0.025 and two equal betas. It
+            keeps g_prev. None: off.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
     References:
-        Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675.
+        Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675;
+        Yuan et al., "MARS: Unleashing the Power of Variance Reduction for Training Large
+        Models", arXiv:2411.10438.
 
     >>> w = torch.ones(2, requires_grad=True)
     >>> Lion([w], lr=0.1, compile=False).step(w.sum().backward)
@@ -40,23 +46,33 @@ class Lion(Body, name="lion"):
 
     counterparts = Counterparts(bitsandbytes=("exp_avg",))
 
-    class State(NamedTuple):
+    class Momentum(NamedTuple):
         exp_avg: Moment  # m
 
-    def direction(self, g: Tensor, s: State):
+    class WithFormer(NamedTuple):
+        exp_avg: Moment
+        prev_grad: Former  # g_prev
+
+    @property
+    def State(self) -> type[Momentum | WithFormer]:
+        return self.Momentum if self.mars is None else self.WithFormer
+
+    def directed(self, g: Tensor, s: Any, t: float):
+        del t
         b1, b2 = self.betas
         d = (b1 * s.exp_avg + (1 - b1) * g).sign()
-        return d, self.State(b2 * s.exp_avg + (1 - b2) * g)
+        return d, s._replace(exp_avg=b2 * s.exp_avg + (1 - b2) * g)
 
-    def accumulate(self, g: Tensor, s: State):
+    def accumulated(self, g: Tensor, s: Any, t: float):
+        del t
         # m = b2 * m_old + (1 - b2) * g_early has this step's earlier microbatches. Its
         # factor is b1 / b2, so that m_old counts b1, as in a whole step. If b2 = 0, no
         # m_old is left, and g_early counts 1 - b1, like the last microbatch.
         b1, b2 = self.betas
         early = where(b2 == 0, (1 - b1) / (1 - b2), b1 / where(b2 == 0, 1.0, b2))
         d = (early * s.exp_avg + (1 - b1) * g).sign()
-        return d, self.State(s.exp_avg + (1 - b2) * g)
+        return d, s._replace(exp_avg=s.exp_avg + (1 - b2) * g)
 
 
-State = Lion.State  # found by torch.load(weights_only=True)
+State, WithFormer = Lion.Momentum, Lion.WithFormer  # found by torch.load(weights_only=True)
 lion, lion_init, lion_step = functions(Lion)

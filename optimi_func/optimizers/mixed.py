@@ -75,7 +75,8 @@ class Mixed(Evaluated):
             that is not selected if there is no rest.
 
     >>> from optimi_func import adamw, lion
-    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     >>> parts = ("0.weight", lion(lr=1e-4)), ("0.bias", adamw(lr=1e-3))
     >>> optimizer = Mixed(model.named_parameters(), *parts, rest=adamw(lr=3e-3))
     >>> [(group["rule"], group["lr"]) for group in optimizer.param_groups]
@@ -107,7 +108,7 @@ class Mixed(Evaluated):
     ) -> tuple[type[FunctionalOptimizer], tuple[str, ...]]:
         for value in self._values:
             if rule_name(value) == group.get("rule"):
-                return type(value), _keywords(type(value))
+                return type(value), keywords_of(type(value))
         raise ValueError(
             f"a group has rule={group.get('rule')!r}: allowed are "
             f"{list(map(rule_name, self._values))}, and a parameter keeps its own"
@@ -125,6 +126,13 @@ class Mixed(Evaluated):
         has_rest = len(self._values) > len(self._selects)
         places = place("Mixed", self._selects, has_rest, names, tensors)
         known = {k for value in self._values for k in _numbers_of(value)}
+        used = {k for i in {*places} for k in _numbers_of(self._values[i])}
+        if names and (lost := [k for k in given if k in known - used]):
+            rules = sorted({rule_name(self._values[i]) for i in places})
+            raise ValueError(
+                f"{lost[0]}={given[lost[0]]!r} is of no rule that takes {names[:5]}: "
+                f"these are {rules}"
+            )
         count = len(self.param_groups)
         try:
             for i, value in enumerate(self._values):
@@ -289,11 +297,12 @@ def _checked_value(value: object) -> FunctionalOptimizer:
 
 def _numbers_of(value: FunctionalOptimizer) -> Group:
     """Return the keywords and values of the call that makes a value."""
-    return {name: getattr(value, name) for name in _keywords(type(value))}
+    return {name: getattr(value, name) for name in keywords_of(type(value))}
 
 
 @lru_cache(64)
-def _keywords(factory: type[FunctionalOptimizer]) -> tuple[str, ...]:
+def keywords_of(factory: type[FunctionalOptimizer]) -> tuple[str, ...]:
+    """Return the names of the options of an optimizer's factory."""
     return tuple(inspect.signature(factory).parameters)
 
 

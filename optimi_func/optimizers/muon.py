@@ -3,15 +3,28 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY
-from typing import NamedTuple, TypeAlias, TypeGuard
+from itertools import repeat
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 
+from optimi_func.classes.fields import FloatOrNone
 from optimi_func.core import storage
+from optimi_func.core.checks import is_on
 from optimi_func.core.math import is_differentiated, iterated_in, norm, product, symmetric
 from optimi_func.core.rule import Scalar
-from optimi_func.rules import Body, Field, Float, Moment, choice, functions, rounded
+from optimi_func.rules import (
+    Body,
+    Field,
+    Float,
+    Moment,
+    Shaped,
+    choice,
+    functions,
+    root,
+    rounded,
+)
 from optimi_func.state.convert import Counterparts, Group
 
 Triple: TypeAlias = tuple[float, float, float]
@@ -52,6 +65,7 @@ SCALES: dict[str, Callable[[int, int], float]] = {
     "rms_to_rms": lambda m, n: math.sqrt(m / n),
     "spectral_unclamped": lambda m, n: math.sqrt(m / n),
 }
+NUCLEAR = "nuclear"  # a scale that depends on the values
 
 __all__ = ["Muon", "muon", "muon_init", "muon_step"]
 
@@ -122,7 +136,9 @@ def torchs_options(group: Group) -> Group:
     table = as_table(group["ns_coefficients"], group["ns_steps"])
     refused = {
         "ns_coefficients": len(set(table)) > 1,
-        "adjust_lr_fn": group["adjust_lr_fn"] == "rms_to_rms",
+        "adjust_lr_fn": group["adjust_lr_fn"] in ("rms_to_rms", NUCLEAR),
+        "element_beta": group["element_beta"] is not None,
+        "hyperball": group["hyperball"],
         "split": bool(group["split"]),
         "maximize": group["maximize"],
     }
@@ -137,7 +153,8 @@ class Muon(Body, name="muon"):
 
         b <- momentum * b + (1 - momentum) * g
         N  = (1 - momentum) * g + momentum * b      with Nesterov, else b
-        X  = N / max(||N||, eps);   ns_steps times   X <- a X + (b XX^T + c (XX^T)^2) X
+        X  = N / max(||N||, eps)
+        X <- a X + (b XX^T + c (XX^T)^2) X          ns_steps times
         p <- p - lr * s * X - lr * weight_decay * p
 
     It is for the matrices of a network's hidden layers; `Mixed` and `MuonAdamW` give
@@ -160,19 +177,29 @@ class Muon(Body, name="muon"):
         adjust_lr_fn: s of an m x n matrix: "match_rms_adamw", 0.2 sqrt(max(m, n)), with
             which AdamW's lr and decay serve; "original" or None (torch's default),
             sqrt(max(1, m / n)); "rms_to_rms" and torch 2.15's
-            "spectral_unclamped", sqrt(m / n).
+            "spectral_unclamped", sqrt(m / n); PolarGrad's "nuclear", the sum of N * X,
+            about N's nuclear norm, with which the step shrinks as the gradient does.
         ns_dtype: Dtype of the iteration. None: bfloat16, but float32 on a CPU without
             AVX512_BF16, and float64 if the arithmetic is; `describe()` says which. A step
             that is differentiated takes at least float32.
         split: Parts of a matrix's rows that are matrices of their own, for example query,
             key and value: a number of equal parts, or a list of each part's rows.
+        element_beta: AdaMuon's share of v kept, in [0, 1). X is made of the signs of N, v
+            averages X^2, and the step is X / sqrt(v) with the norm of an orthogonal matrix.
+            v is float32 at least. None: no v.
+        hyperball: Keep each matrix's norm R: step by lr * R along X, then scale back to R.
+            So lr is a share of R, s has no effect, and weight_decay has to be 0. A matrix
+            of zeros stays. Low precision needs kahan_sum, or R drifts.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
     References:
         Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024;
         Liu et al., "Muon is Scalable for LLM Training", arXiv:2502.16982; Zhang et al.,
-        "Gram Newton-Schulz: A Fast, Hardware-Aware Newton-Schulz Algorithm for Muon", 2026.
+        "Gram Newton-Schulz: A Fast, Hardware-Aware Newton-Schulz Algorithm for Muon", 2026;
+        Lau et al., "PolarGrad", arXiv:2505.21799; Si et al., "AdaMuon: Adaptive Muon
+        Optimizer", arXiv:2507.11005; Wen et al., "Fantastic Pretraining Optimizers and
+        Where to Find Them II: Hyperball Optimization", arXiv:2606.16899.
 
     >>> w = torch.eye(2, requires_grad=True)
     >>> options = {"weight_decay": 0.0, "ns_dtype": "float32", "compile": False}
@@ -185,6 +212,7 @@ class Muon(Body, name="muon"):
     """
 
     _positional = ()
+    maps_matrices = True
 
     lr: Float = Float(1e-3)
     weight_decay: Float = Float(0.1)
@@ -199,13 +227,25 @@ class Muon(Body, name="muon"):
     _: KW_ONLY
     ns_dtype: torch.dtype | str | None = None
     split: Field[GivenSplit, GivenSplit] = Field(None, GivenSplit, GivenSplit)
+    element_beta: FloatOrNone = FloatOrNone(
+        None, "element beta", type(None), argument=float | None, below=1.0
+    )
+    hyperball: bool = False
 
     counterparts = Counterparts(
         in_torch=torch.optim.Muon, torch_counts_steps=False, torch_options=torchs_options
     )
 
-    class State(NamedTuple):
+    class Momentum(NamedTuple):
         momentum_buffer: Moment  # b
+
+    class WithSquares(NamedTuple):
+        momentum_buffer: Moment
+        second_momentum_buffer: Shaped  # v
+
+    @property
+    def State(self) -> type[Momentum | WithSquares]:
+        return self.Momentum if self.element_beta is None else self.WithSquares
 
     @choice
     def table(self) -> tuple[Triple, ...]:
@@ -223,29 +263,57 @@ class Muon(Body, name="muon"):
         return as_split(self.split)
 
     def check(self) -> None:
-        if self.adjust_lr_fn not in (None, *SCALES):
-            raise ValueError(
-                f"Invalid adjust_lr_fn: adjust_lr_fn={self.adjust_lr_fn!r}: allowed are "
-                f"{list(SCALES)} and None, which is 'original'"
-            )
+        check_options(self)
 
-    def direction(self, g: Tensor, s: State):
+    def direction(self, g: Tensor, s: Any):
         return self.averaged(g, s, self.momentum)
 
-    def accumulate(self, g: Tensor, s: State):
+    def accumulate(self, g: Tensor, s: Any):
         # In Nesterov's g + momentum * b, b has the whole gradient and g is the last part.
         return self.averaged(g, s, 1.0)
 
-    def averaged(self, g: Tensor, s: State, kept: Scalar):
+    def averaged(self, g: Tensor, s: Any, kept: Scalar):
         b = kept * s.momentum_buffer + (1 - self.momentum) * g
         new = s._replace(momentum_buffer=b)
         if not self.nesterov:
             return b, new
         return (1 - self.momentum) * g + self.momentum * b, new
 
-    def whole(self, d: Tensor):
-        parts = self.matrices(d)
-        return joined([self.orthogonalized(x, self.scale(x)) for x in parts], d)
+    @property
+    def whole(self) -> Callable[..., Any]:
+        """The map of a whole tensor, which takes the parameter if it keeps the norm."""
+        return self.on_sphere if self.hyperball else self.mapped
+
+    def mapped(self, d: Tensor, s: Any) -> Any:
+        return self.on_sphere(d, s, None, 0.0)
+
+    def on_sphere(self, d: Tensor, s: Any, x: Tensor | None, lr: Scalar) -> Any:
+        """Return the direction, and the state if it has averages of squares."""
+        squares = self.matrices(s[1]) if len(s) > 1 else repeat(None)
+        points = repeat(None) if x is None else self.matrices(x)
+        moves: list[Tensor] = []
+        averages: list[Tensor] = []
+        for y, v, w in zip(self.matrices(d), squares, points):
+            move, v = self.scaled(y, v)
+            moves.append(move if w is None else on_sphere(move, w, rounded(lr, w)))
+            averages += [] if v is None else [v]
+        move = joined(moves, d)
+        if not averages:
+            return move
+        return move, s._replace(second_momentum_buffer=joined(averages, s[1]))
+
+    def scaled(self, y: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the update of N, and the new average of squares if there is one."""
+        if v is None and self.adjust_lr_fn != NUCLEAR:
+            return self.orthogonalized(y, self.scale(y)), v
+        o = self.orthogonalized(y if v is None else y.sign())
+        scale = self.scale(y, o)
+        if v is not None and self.element_beta is not None:
+            v = self.element_beta * v + (1 - self.element_beta) * o.square()
+            o = o / (root(v) + 1e-8)
+            length = norm(o, dim=(-2, -1), keepdim=True) + 1e-8
+            scale = scale * min(o.shape[-2:]) ** 0.5 / length
+        return o * scale, v
 
     def matrices(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the matrices, or stacks of matrices, of a tensor."""
@@ -276,8 +344,10 @@ class Muon(Body, name="muon"):
             x = product(factor, x, x, last * q, last)
         return (x.mT if m > n else x).to(wide).reshape(shape)
 
-    def scale(self, x: Tensor) -> float:
-        """Return s."""
+    def scale(self, x: Tensor, o: Tensor | None = None) -> Any:
+        """Return s, given the orthogonal matrix if s depends on it."""
+        if self.adjust_lr_fn == NUCLEAR and o is not None:
+            return (x * o).sum((-2, -1), keepdim=True)
         m, n = x.shape[-2:]
         return SCALES[self.adjust_lr_fn or "original"](m, max(n, 1))
 
@@ -293,6 +363,20 @@ class Muon(Body, name="muon"):
         if isinstance(split, tuple) and sum(split) != rows:
             return f"split={split} adds up to {sum(split)}, not to its {rows} rows"
         return None
+
+
+def check_options(given: Muon) -> None:
+    """Raise for options that are none, or that do not go together."""
+    if given.adjust_lr_fn not in (None, NUCLEAR, *SCALES):
+        raise ValueError(
+            f"Invalid adjust_lr_fn: adjust_lr_fn={given.adjust_lr_fn!r}: allowed are "
+            f"{[*SCALES, NUCLEAR]} and None, which is 'original'"
+        )
+    if given.hyperball and is_on(given.weight_decay):
+        raise ValueError(
+            f"Invalid weight_decay: weight_decay={given.weight_decay!r}: allowed is 0 with "
+            "hyperball=True, which keeps norms"
+        )
 
 
 def moved_by(x: Tensor, table: tuple[Triple, ...]) -> tuple[float, Tensor]:
@@ -313,10 +397,25 @@ def moved_by(x: Tensor, table: tuple[Triple, ...]) -> tuple[float, Tensor]:
     return q, factor
 
 
+def on_sphere(u: Tensor, w: Tensor, lr: Scalar) -> Tensor:
+    """Return the direction from w to a point of its norm R, after lr R along u.
+
+    That is (w - R y / ||y||) / lr with y = w - lr R u / ||u||, without a division by lr.
+    """
+    tiny = torch.finfo(w.dtype).tiny
+    length, radius = (norm(x, dim=(-2, -1), keepdim=True) for x in (u, w))
+    u = u / length.clamp_min(tiny)
+    cosine = (u * w).sum((-2, -1), keepdim=True) / radius.clamp_min(tiny)
+    # (||y||^2 / R^2 - 1) / lr, which is 0 if u is.
+    longer = lr * (length / length.clamp_min(tiny)) - 2 * cosine
+    square = 1 + lr * longer
+    return longer / (square + root(square)) * w + radius / root(square) * u
+
+
 def joined(parts: list[Tensor], like: Tensor) -> Tensor:
     """Return the tensor of these matrices."""
     return (torch.cat(parts, -2) if len(parts) > 1 else parts[0]).reshape(like.shape)
 
 
-State = Muon.State  # a name to pickle it by
+State, WithSquares = Muon.Momentum, Muon.WithSquares  # names to pickle them by
 muon, muon_init, muon_step = functions(Muon)

@@ -8,26 +8,26 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, TypeVar, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from optimi_func.classes.base import Options, with_options
+from optimi_func.classes.groups import by_pattern, param_groups_by_name
 from optimi_func.core.checks import check_number
 from optimi_func.core.lists import grouped
 from optimi_func.optimizers.adam import adamw
-from optimi_func.optimizers.mixed import Mixed, Named
+from optimi_func.optimizers.mixed import Mixed, Named, keywords_of
 from optimi_func.optimizers.muon import TABLES, muon
 from optimi_func.optimizers.normuon import normuon
 from optimi_func.pure.functional import FunctionalOptimizer, Number
 from optimi_func.state.convert import without_wrappers
 
 _log = logging.getLogger("optimi_func")
-T = TypeVar("T")
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-HIDDEN = "hidden matrices"
+HIDDEN, EMBEDDED = "hidden matrices", "embeddings"
 # Weights of three dimensions that are no stacks of matrices.
 _CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d)
 # Last words of the names of output layers, and of those that are children of the model.
@@ -50,8 +50,10 @@ def MuonAdamW(  # noqa: D417
     adamw_lr: float | None = None,
     adamw_weight_decay: float | None = None,
     lr_multipliers: Mapping[str, float] | None = None,
+    overrides: Mapping[str, Mapping[str, object]] | None = None,
     exclude: str | Iterable[str] = (),
     include: str | Iterable[str] = (),
+    hidden: "HiddenMatrices | None" = None,
     momentum: Number = 0.95,
     nesterov: bool = True,
     ns_coefficients: object = TABLES["standard"][0],
@@ -59,6 +61,8 @@ def MuonAdamW(  # noqa: D417
     adjust_lr_fn: str | None = "match_rms_adamw",
     ns_dtype: torch.dtype | str | None = None,
     split: Mapping[str, object] | None = None,
+    element_beta: float | None = None,
+    hyperball: bool = False,
     betas: tuple[Number, Number] = (0.9, 0.99),
     eps: float = 1e-6,
     row_beta: float | None = None,
@@ -76,6 +80,13 @@ def MuonAdamW(  # noqa: D417
     kind, and `describe()` lists each. With transformers: Trainer(...,
     optimizer_cls_and_kwargs=(lambda: MuonAdamW, {"lr": 1e-3})).
 
+    Of n processes that hold a matrix one maps it, the next free one by cost. Shards travel
+    in two `all_to_all_single` a step, which bring each process 2 (n - 1) / n^2 of all
+    elements. Copies (Replicate, or plain with `process_group`) take one `all_gather` of
+    (n - 1) / n. Stacks that are cut between their matrices send nothing, copies of them are
+    divided by matrix. What two dimensions of a mesh cut, or is offloaded, every process
+    gathers. 8 bytes a process tell before the first write if all step alike.
+
     Args:
         model: Its parameters are taken; those that do not require a gradient wait for one.
         lr: Learning rate of Muon's part, and of AdamW's unless adamw_lr is given. With
@@ -86,8 +97,13 @@ def MuonAdamW(  # noqa: D417
             norms, biases and others that are not called a weight do not decay.
         lr_multipliers: Factors on lr or adamw_lr, by name or pattern (`fnmatch`) of
             parameters; the first that matches counts. Parameters of one factor are groups.
+        overrides: Other options by name or pattern, as {"*.bias": {"betas": (0.9, 0.95)}},
+            of Muon or AdamW, whichever takes the parameter: see `param_groups_by_name`.
         exclude: Names or patterns of parameters that AdamW takes: see `hidden_matrices`.
         include: Names or patterns of parameters that Muon takes.
+        hidden: The choice that `hidden_matrices` has made of the whole model, on the meta
+            device too, if this one is a part of it, as a pipeline stage. Patterns may
+            select parameters of other parts then.
         momentum: Muon's, or a schedule, as schedules.linear(0.85, 0.95, 300).
         nesterov: Muon's.
         ns_coefficients: Muon's.
@@ -95,6 +111,9 @@ def MuonAdamW(  # noqa: D417
         adjust_lr_fn: Muon's.
         ns_dtype: Muon's.
         split: Muon's, by name or pattern, as {"*.qkv.weight": 3}.
+        element_beta: Muon's: AdaMuon.
+        hyperball: Muon's. Hidden matrices do not decay then, and lr is a share of their
+            norms, so that AdamW needs an adamw_lr.
         betas: AdamW's.
         eps: AdamW's.
         row_beta: `NorMuon`'s, which it takes in the place of Muon. None: Muon.
@@ -130,6 +149,7 @@ def MuonAdamW(  # noqa: D417
         )
     own = dict(momentum=momentum, nesterov=nesterov, ns_dtype=ns_dtype, ns_steps=ns_steps)
     own |= dict(ns_coefficients=ns_coefficients, adjust_lr_fn=adjust_lr_fn)
+    own |= dict(element_beta=element_beta, hyperball=hyperball)
     shared = dict(decouple_lr=decouple_lr, maximize=maximize, cautious=cautious)
     shared |= dict(cautious_decay=cautious_decay, corrected_decay=corrected_decay)
     matrices = muon if row_beta is None else partial(normuon, row_beta=row_beta)
@@ -137,24 +157,40 @@ def MuonAdamW(  # noqa: D417
     second_lr = lr if adamw_lr is None else adamw_lr
     decay = weight_decay if adamw_weight_decay is None else adamw_weight_decay
     # Of each kind: see `_kinds`.
-    rules = [(partial(matrices, **own, **shared), lr, weight_decay)]
+    rules = [(partial(matrices, **own, **shared), lr, 0.0 if hyperball else weight_decay)]
     rules += [(of_adamw, second_lr, decay), (of_adamw, second_lr, 0.0)]
-    hidden = hidden_matrices(model, exclude=exclude, include=include)
-    kinds = _kinds(model, hidden, lr_multipliers, split, adamw_weight_decay is not None)
+    if not isinstance(hidden, HiddenMatrices | None):
+        raise TypeError(f"hidden={hidden!r}: allowed is what hidden_matrices returns")
+    if hidden and (exclude or include):
+        raise ValueError("exclude and include are options of the call that made hidden")
+    chosen = hidden or hidden_matrices(model, exclude=exclude, include=include)
+    elsewhere = [] if hidden is None else [*hidden.kind_of]
+    all_decay = adamw_weight_decay is not None
+    kinds = _kinds(model, chosen, elsewhere, lr_multipliers, split, all_decay)
     made = partial(_made, lr, max_lr)
     parts = [(Named(names), made(*rules[kind[0]], *kind)) for kind, names in kinds]
-    if not any([p.requires_grad and hidden(n, p) for n, p in model.named_parameters()]):
+    named = list(model.named_parameters())
+    if hidden is None and not any([p.requires_grad and chosen(n, p) for n, p in named]):
         raise ValueError(
-            f"MuonAdamW: hidden_matrices selects no parameter to train.\n{hidden}"
+            f"MuonAdamW: hidden_matrices selects no parameter to train.\n{chosen}"
         )
-    for line in str(hidden).splitlines():
+    for line in str(chosen).splitlines():
         _log.info("MuonAdamW: %s", line)
-    return Mixed(model.named_parameters(), *parts, **options)
+    other = torch.empty(0)  # in the place of other parts' parameters
+    pairs = [*named, *[(name, other) for name in elsewhere]]
+    groups = param_groups_by_name(pairs, overrides or {})
+    known = {*keywords_of(adamw), *keywords_of(muon if row_beta is None else normuon)}
+    for name in sorted({k for own in (overrides or {}).values() for k in own} - known):
+        raise ValueError(f"overrides has {name!r}: allowed are {sorted(known)}")
+    for group in groups:
+        group["params"] = [pair for pair in group["params"] if pair[1] is not other]
+    return Mixed(groups, *parts, **options)
 
 
 def _kinds(
     model: nn.Module,
     hidden: "HiddenMatrices",
+    elsewhere: list[str],
     multipliers: Mapping[str, float] | None,
     split: Mapping[str, object] | None,
     all_decay: bool,
@@ -164,14 +200,14 @@ def _kinds(
     The kinds are 0 for Muon's, 1 for AdamW's that decay, and 2 for the others.
     """
     params = dict(model.named_parameters())
-    matrix = [name for name, p in params.items() if hidden(name, p)]
-    factors = _by_pattern("lr_multipliers", multipliers, list(params), 1.0)
-    parts_of = _by_pattern("split", split, matrix, None)
-    tables = [m for m in model.modules() if isinstance(m, EMBEDDINGS)]
-    tied = {id(p) for table in tables for p in table.parameters()}
+    every = [*params, *elsewhere]
+    matrix = [name for name in every if hidden.kind(name) == HIDDEN]
+    factors = by_pattern("lr_multipliers", multipliers, every, 1.0)
+    parts_of = by_pattern("split", split, matrix, None)
     kinds: dict[tuple[int, object, float], list[str]] = {}
     for name, p in params.items():
-        weight = p.dim() > 1 and id(p) not in tied and "weight" in name.split(".")[-1]
+        weight = p.dim() > 1 and "weight" in name.split(".")[-1]
+        weight = weight and hidden.kind(name) != EMBEDDED
         rows = parts_of.get(name)
         rows = tuple(rows) if isinstance(rows, list) else rows
         kind = 0 if name in parts_of else 2 - (all_decay or weight)
@@ -219,32 +255,6 @@ def NorMuonAdamW(  # noqa: D417
     return MuonAdamW(model, lr, weight_decay, row_beta=row_beta, **options)
 
 
-def _by_pattern(
-    option: str, given: Mapping[str, T] | None, names: list[str], usual: T
-) -> dict[str, T]:
-    """Return, for each name, the value of the first pattern that it matches."""
-    if not isinstance(given, Mapping | None):
-        raise TypeError(f"{option}={given!r}: allowed is a dict of names or patterns")
-    values: dict[str, T] = {}
-    first: dict[str, str] = {}  # for each pattern that a name matches, the one that counts
-    for name in names:
-        hits = [k for k in given or {} if fnmatchcase(without_wrappers(name), k)]
-        values[name] = (given or {})[hits[0]] if hits else usual
-        first |= {k: hits[0] for k in hits if first.get(k) != k}
-    for pattern in given or {}:
-        if pattern not in first:
-            raise ValueError(
-                f"{option} has {pattern!r}, which is none of its parameters: allowed "
-                f"are names and patterns of {names[-5:]} and the others"
-            )
-        if first[pattern] != pattern:
-            raise ValueError(
-                f"{option} has {pattern!r} behind {first[pattern]!r}, which matches all "
-                "of its parameters, and the first counts: put it before"
-            )
-    return values
-
-
 class HiddenMatrices:
     """The predicate that `hidden_matrices` makes. Its `str` has a line for each kind."""
 
@@ -252,16 +262,19 @@ class HiddenMatrices:
 
     def __init__(self, kinds: Mapping[str, list[str]]) -> None:
         self.kinds = dict(kinds)
-        self.names = frozenset(kinds.get(HIDDEN, ()))
-        self.others = frozenset(n for names in kinds.values() for n in names) - self.names
+        self.kind_of = {name: kind for kind, names in kinds.items() for name in names}
 
     def __call__(self, path: str, p: Tensor) -> bool:
         """Return True if the parameter of this name is a hidden matrix."""
         del p
+        return self.kind(path) == HIDDEN
+
+    def kind(self, path: str) -> str:
+        """Return the kind of the parameter of this name."""
         plain = without_wrappers(path)
         for name in (path, plain, plain.removeprefix("module.")):
-            if name in self.names or name in self.others:
-                return name in self.names
+            if name in self.kind_of:
+                return self.kind_of[name]
         raise ValueError(f"hidden_matrices: the model has no parameter {path!r}")
 
     def __str__(self) -> str:
@@ -297,15 +310,20 @@ def hidden_matrices(
     its neighbours: that of a gated MLP does not. `print(hidden_matrices(model))` says what
     was found.
 
+    Stacks of three dimensions are mapped matrix by matrix. More are flattened, as the
+    weights of convolutions are, and those of experts are refused.
+
     Args:
         model: The model with the parameters.
         exclude: Names or patterns (`fnmatch`) of parameters that are not selected.
         include: Names or patterns of parameters that are selected, unless excluded.
 
     Raises:
-        ValueError: A name or pattern that no parameter has.
+        ValueError: A name or pattern that no parameter has, or experts of four dimensions
+            or more, as (layers, experts, rows, columns), that no option names.
 
-    >>> model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5))
+    >>> layers = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5)
+    >>> model = nn.Sequential(*layers)
     >>> chosen = hidden_matrices(model)
     >>> [name for name, p in model.named_parameters() if chosen(name, p)]
     ['1.weight']
@@ -320,15 +338,15 @@ def hidden_matrices(
     explicit = dict.fromkeys(_matching("include", include, plain), HIDDEN)
     explicit |= dict.fromkeys(_matching("exclude", exclude, plain), "excluded")
     tables = [m for m in model.modules() if isinstance(m, EMBEDDINGS)]
-    tied = {id(p) for table in tables for p in table.parameters(recurse=False)}
+    tied = {id(p) for table in tables for p in table.parameters()}
     outputs = _outputs(model, tables)
     kinds: dict[str, list[str]] = {HIDDEN: []}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for short, p in module.named_parameters(recurse=False):
             name = without_wrappers(f"{prefix}.{short}" if prefix else short)
             kind = explicit.get(name) or _kind(name, p, module, plain)
-            if name not in explicit and id(p) in tied:
-                kind = "embeddings"
+            if explicit.get(name) != HIDDEN and id(p) in tied:
+                kind = EMBEDDED
             elif name not in explicit and id(p) in outputs and p.dim() > 1:
                 kind = "output layers"
             kinds.setdefault(kind, []).append(name)
@@ -359,8 +377,17 @@ def _kind(name: str, p: Tensor, module: nn.Module, named: Mapping[str, Tensor]) 
     if isinstance(module, _CONVOLUTIONS):
         return "weights of 1-d convolutions"
     bank = (p.dim() == 3 and p.shape[0] > 1) or any("expert" in x for x in above)
-    if "weight" not in short and not (bank and not _NO_BANK.search(short.lower())):
+    deep = p.dim() > 3 and "expert" in f"{module_name}.{short}"
+    deep = deep and not hasattr(module, "kernel_size")
+    no_bank = not (bank or deep) or _NO_BANK.search(short.lower())
+    if "weight" not in short and no_bank:
         return "parameters not called a weight"
+    if deep:
+        raise ValueError(
+            f"{name} has the shape {tuple(p.shape)}: allowed are experts of three "
+            "dimensions, because Muon flattens more into one matrix, as a convolution's. "
+            "Or name it in exclude=, for AdamW, or in include=, to have it flattened"
+        )
     if _ROUTER.search(module_name.lower()) or _ROUTER.search(short.lower()):
         return "routers and gates"
     if _GATE.search(module_name.lower()):

@@ -44,7 +44,8 @@ class NAdam(Coupled, name="nadam"):
         Dozat, "Incorporating Nesterov Momentum into Adam", ICLR workshop 2016.
 
     >>> w = torch.ones(2, requires_grad=True)
-    >>> NAdam([w], lr=0.1, momentum_decay=0.0, compile=False).step(w.sum().backward)
+    >>> optimizer = NAdam([w], lr=0.1, momentum_decay=0.0, compile=False)
+    >>> optimizer.step(w.sum().backward)
     >>> w.detach()
     tensor([0.8944, 0.8944])
     """

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from optimi_func.core.math import norm
-from optimi_func.optimizers.muon import Muon, joined
+from optimi_func.optimizers.muon import Muon
 from optimi_func.rules import Float, Moment, Shaped, functions, root
 from optimi_func.state.convert import Counterparts
 
@@ -28,6 +28,7 @@ class NorMuon(Muon, name="normuon"):
 
     Args:
         row_beta: Share of r kept, in [0, 1).
+        element_beta: Muon's alone.
 
     Arguments not named here are those of `Muon` and of every optimizer: see
     `BaseOptimizer`.
@@ -48,7 +49,7 @@ class NorMuon(Muon, name="normuon"):
 
     counterparts = Counterparts()
 
-    class State(NamedTuple):  # pyright: ignore[reportIncompatibleVariableOverride]
+    class State(NamedTuple):  # pyright: ignore[reportIncompatibleMethodOverride]
         momentum_buffer: Moment  # b
         second_momentum_buffer: Shaped  # r, one number a row
 
@@ -56,20 +57,24 @@ class NorMuon(Muon, name="normuon"):
         rows = p.shape[:1] if p.dim() > 3 else p.shape[:-1]
         return self.State._make((None, (*rows, 1)))
 
-    def whole(self, d: Tensor, s: State):  # pyright: ignore[reportIncompatibleMethodOverride]
-        moves: list[Tensor] = []
-        averages: list[Tensor] = []
-        for y, rows in zip(self.matrices(d), self.matrices(s.second_momentum_buffer)):
-            o = self.orthogonalized(y)
-            lengths = norm(o, dim=-1, keepdim=True)
-            means = lengths.square() / max(1, o.shape[-1])
-            averages.append(self.row_beta * rows + (1 - self.row_beta) * means)
-            even = 1.0 / (root(averages[-1]) + 1e-10)
-            pair = lengths, lengths * even
-            before, after = (norm(z, dim=(-2, -1), keepdim=True) for z in pair)
-            moves.append(o * (even * (self.scale(y) * before / (after + 1e-10))))
-        rows = joined(averages, s.second_momentum_buffer)
-        return joined(moves, d), s._replace(second_momentum_buffer=rows)
+    def check(self) -> None:
+        super().check()
+        if self.element_beta is not None:
+            raise ValueError(
+                f"Invalid element_beta: element_beta={self.element_beta!r}: allowed is "
+                "None, because NorMuon divides by rows; Muon takes it"
+            )
+
+    def scaled(self, y: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor]:
+        assert v is not None
+        o = self.orthogonalized(y)
+        lengths = norm(o, dim=-1, keepdim=True)
+        means = lengths.square() / max(1, o.shape[-1])
+        v = self.row_beta * v + (1 - self.row_beta) * means
+        even = 1.0 / (root(v) + 1e-10)
+        pair = lengths, lengths * even
+        before, after = (norm(z, dim=(-2, -1), keepdim=True) for z in pair)
+        return o * (even * (self.scale(y, o) * before / (after + 1e-10))), v
 
 
 State = NorMuon.State  # found by torch.load(weights_only=True)

@@ -32,9 +32,10 @@ class Prodigy(Body, name="prodigy"):
         v <- b2 * v + (1 - b2) * (d * g)^2,   s <- b3 * s + d / d0 * lr_t * g
         r <- b3 * r + d / d0 * lr_t * sum(g * (p0 - p))
         p <- p - lr_t * (m / (sqrt(v) + d * eps) + weight_decay * p)
-        d <- max(d, d_coef * r / sum(|s|))     sums over all parameters of a param group
+        d <- max(d, d_coef * r / sum(|s|))
 
-    with p0 the parameter before its first step. d grows from d0 for as long as the
+    with sums over all parameters of a param group, and p0 the parameter before its first
+    step. d grows from d0 for as long as the
     gradients point on, away from p0, so up to about the distance from there to the
     solution. Leave lr at 1, with a schedule that ends at 0.
 

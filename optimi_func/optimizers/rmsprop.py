@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func.optimizers.sgd import is_on
+from optimi_func.core.checks import is_on
 from optimi_func.rules import (
     Coupled,
     Float,

@@ -22,12 +22,12 @@ Pair: TypeAlias = Floats[tuple[Scalar, Scalar], tuple[Number, Number]]
 class Rprop(Body, name="rprop", lr="inside"):
     """Rprop: step by the sign of the gradient, with a step size for each element.
 
-        size <- size * (b if g * g_prev > 0, a if g * g_prev < 0, else 1), within bounds
+        size <- size * (b if g * g_prev > 0, a if g * g_prev < 0, else 1)
         g <- 0 where g * g_prev < 0
         p <- p - sign(g) * size
 
-    It is for gradients of the whole data: noise turns signs. lr is the first size and
-    nothing else, so that schedules have no effect.
+    Sizes stay within bounds. It is for gradients of the whole data: noise turns signs. lr
+    is the first size and nothing else, so that schedules have no effect.
 
     Args:
         lr: First size of all elements' steps.

@@ -126,7 +126,8 @@ class ScheduleFreeOptimizer(Evaluated, Body):
 class ScheduleFreeSGD(ScheduleFreeOptimizer, name="schedule_free_sgd"):
     """Schedule-Free SGD: SGD without a schedule, by an average of its past points.
 
-        lr_t = lr * min(1, t / warmup_steps),   z <- z - lr_t * (g + weight_decay * y)
+        lr_t = lr * min(1, t / warmup_steps)
+        z <- z - lr_t * (g + weight_decay * y)
         x <- (1 - c) * x + c * z,   y <- (1 - momentum) * z + momentum * x
 
     with g at y, which is the parameter, and c the share of this step's weight
@@ -261,7 +262,8 @@ class ScheduleFreeRAdam(Squares, name="schedule_free_radam"):
         Rate", arXiv:1908.03265.
 
     >>> w = torch.ones(2, requires_grad=True)
-    >>> optimizer = ScheduleFreeRAdam([w], lr=0.1, betas=(0.9, 0.99), compile=False)
+    >>> betas = 0.9, 0.99
+    >>> optimizer = ScheduleFreeRAdam([w], lr=0.1, betas=betas, compile=False)
     >>> for _ in range(6):
     ...     w.grad = torch.ones(2)
     ...     optimizer.step()

@@ -8,16 +8,12 @@ import torch
 from torch import Tensor
 
 from optimi_func.classes.base import POSITIONAL
+from optimi_func.core.checks import is_on
 from optimi_func.core.rule import NoState, Scalar
 from optimi_func.rules import Body, Coupled, Float, Moment, choice, functions, where
 from optimi_func.state.convert import Counterparts
 
 __all__ = ["SGD", "sgd", "sgd_init", "sgd_step"]
-
-
-def is_on(number: object) -> bool:
-    """Return False if a number is 0 on the host, and True for tensors and schedules."""
-    return isinstance(number, Tensor) or callable(number) or number != 0
 
 
 class SGD(Body, name="sgd"):

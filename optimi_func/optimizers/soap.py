@@ -1,8 +1,10 @@
 """SOAP (Vyas et al. 2024)."""
 
 import math
+from collections.abc import Callable
 from dataclasses import KW_ONLY
-from typing import NamedTuple, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,7 +25,8 @@ class SOAP(Body, name="soap"):
     """SOAP: Adam in the eigenbases of Shampoo's factors.
 
         L <- b3 * L + (1 - b3) * gg^T,   R <- b3 * R + (1 - b3) * g^Tg
-        z  = Q_L^T g Q_R,   m <- b1 * m + (1 - b1) * z,   v <- b2 * v + (1 - b2) * z^2
+        z  = Q_L^T g Q_R
+        m <- b1 * m + (1 - b1) * z,   v <- b2 * v + (1 - b2) * z^2
         p <- p - lr * c * Q_L [m / (sqrt(v) + eps)] Q_R^T - lr * weight_decay * p
 
     for a matrix g, with c = sqrt(1 - b2^(t-1)) / (1 - b1^(t-1)). Adam measures single
@@ -103,6 +106,13 @@ class SOAP(Body, name="soap"):
         rotates = (len(shape) > 1 or self.precondition_1d) and 0 not in shape
         return sizes, {i: n for i, n in enumerate(sizes) if rotates and 1 < n <= most}
 
+    def times(self, t: Scalar) -> tuple[Any, ...]:
+        """Return t, if it is above 1, the steps since 1, and if bases change after it."""
+        value = value_of(t) if isinstance(t, Tensor) else t
+        at = t if value is None else value
+        later, since = at > 1, choose(at > 1, at - 1.0, 1.0)
+        return at, later, since, later & (since % self.precondition_frequency == 0)
+
     def init(self, p: Tensor):
         squares = (sum(n * n for n in self.sides(p.shape)[1].values()),)
         return self.State._make((None, None, squares, squares))
@@ -111,13 +121,10 @@ class SOAP(Body, name="soap"):
         return g
 
     def whole(self, d: Tensor, s: State, t: Scalar):
-        value = value_of(t) if isinstance(t, Tensor) else t
-        at = t if value is None else value
-        later, since = at > 1, choose(at > 1, at - 1.0, 1.0)
+        at, later, since, refreshes = self.times(t)
         (b1, b2), b3, scale = self.betas, self.shampoo_beta, 1.0
         if self.correct_bias:
             scale = sqrt(1.0 - power(b2, since)) / (1.0 - power(b1, since))
-        refreshes = later & (since % self.precondition_frequency == 0)
         share = 1.0 - choose(b3 < 0, b2, b3)
         b1, b2 = choose(later, b1, 1.0), choose(later, b2, 1.0)
         scalars = b1, 1.0 - b1, b2, 1.0 - b2, share, scale, self.eps
@@ -126,14 +133,7 @@ class SOAP(Body, name="soap"):
         # Owners of shards do not know the order of memory, on which results would depend.
         g, m, v = (y.reshape(shape).contiguous() for y in (d, *s[:2]))
         factors, flat = s[2:]
-        # Held fixed in derivatives: eigenvectors of equal eigenvalues have none.
-        bases = squares(flat.detach(), sides)
-        # Of a leaf whose first gradient comes late in its tree: they are not known yet.
-        for i, q in bases.items():
-            if not is_readable(q):
-                bases[i] = torch.where(q.any(), q, torch.ones_like(q[0]).diag())
-            elif not q[0].any():  # a row of a basis has a length of 1
-                bases[i] = torch.ones_like(q[0]).diag()
+        bases = known(flat, sides)
         z = rotated(g, bases)
         m = b1 * m + a1 * z
         v = b2 * v + a2 * (z * z)
@@ -144,12 +144,9 @@ class SOAP(Body, name="soap"):
             products = torch.cat([symmetric(y, y.mT).flatten() for y in rows])
             factors = (factors + share * (products - factors)).detach()
             now = squares(factors, sides)
-            for when, make in ((at == 1, begun), (refreshes, refreshed)):
-                if when is not False:
-                    old, new = (m, v, flat), make(m, v, now, bases)
-                    if isinstance(when, Tensor):
-                        new = [torch.where(when, *both) for both in zip(new, old)]
-                    m, v, flat = new
+            (flat,) = changed(at == 1, lambda: eigen(now)[1:], flat)
+            new = partial(refreshed, m, v, now, bases)
+            m, v, flat = changed(refreshes, new, m, v, flat)
         return u.reshape(d.shape), self.State(
             m.reshape(d.shape), v.reshape(d.shape), factors, flat
         )
@@ -166,6 +163,30 @@ def squares(flat: Tensor, sides: dict[int, int]) -> Squares:
     return {i: x.unflatten(0, (n, n)) for (i, n), x in zip(sides.items(), parts)}
 
 
+def known(flat: Tensor, sides: dict[int, int]) -> Squares:
+    """Return the bases, which derivatives hold fixed: equal eigenvalues have no others'."""
+    bases = squares(flat.detach(), sides)
+    # Of a leaf whose first gradient comes late in its tree: they are not known yet.
+    for i, q in bases.items():
+        if not is_readable(q):
+            bases[i] = torch.where(q.any(), q, torch.ones_like(q[0]).diag())
+        elif not q[0].any():  # a row of a basis has a length of 1
+            bases[i] = torch.ones_like(q[0]).diag()
+    return bases
+
+
+def changed(
+    when: bool | Tensor, make: Callable[[], tuple[Tensor, ...]], *old: Tensor
+) -> tuple[Tensor, ...]:
+    """Return what `make` returns if it is time, else the old tensors."""
+    if when is False:
+        return old
+    new = make()
+    if not isinstance(when, Tensor):
+        return new
+    return tuple([torch.where(when, *both) for both in zip(new, old)])
+
+
 def rotated(x: Tensor, bases: Squares, back: bool = False) -> Tensor:
     """Return x with each side in its basis, or back from there."""
     for i, q in bases.items():
@@ -173,17 +194,19 @@ def rotated(x: Tensor, bases: Squares, back: bool = False) -> Tensor:
     return x
 
 
-def begun(m: Tensor, v: Tensor, factors: Squares, old: Squares) -> tuple[Tensor, ...]:
-    """Return m, v and as bases the eigenvectors, that of the largest eigenvalue first."""
-    new: list[Tensor] = []
+def eigen(factors: Squares) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues of all factors, the largest of each first, and eigenvectors."""
+    values: list[Tensor] = []
+    vectors: list[Tensor] = []
     for x in factors.values():
         x = x.nan_to_num(0.0, 0.0, 0.0)  # eigh would raise, when others have moved
         try:
-            q = torch.linalg.eigh(x)[1]
+            found, q = torch.linalg.eigh(x)
         except torch.linalg.LinAlgError:  # it does not converge in float32
-            q = torch.linalg.eigh(x.double())[1].to(x.dtype)
-        new.append(q.flip(-1).flatten())
-    return m, v, torch.cat(new)
+            found, q = (y.to(x.dtype) for y in torch.linalg.eigh(x.double()))
+        values.append(found.flip(-1))
+        vectors.append(q.flip(-1).flatten())
+    return torch.cat(values), torch.cat(vectors)
 
 
 def refreshed(m: Tensor, v: Tensor, factors: Squares, old: Squares) -> tuple[Tensor, ...]:

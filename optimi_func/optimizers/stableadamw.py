@@ -32,7 +32,8 @@ class StableAdamW(Moments, name="stableadamw"):
         vision-language models", arXiv:2304.13013.
 
     >>> w = torch.ones(2, requires_grad=True)
-    >>> StableAdamW([w], lr=0.1, weight_decay=0.5, compile=False).step(w.sum().backward)
+    >>> optimizer = StableAdamW([w], lr=0.1, weight_decay=0.5, compile=False)
+    >>> optimizer.step(w.sum().backward)
     >>> w.detach()
     tensor([0.8500, 0.8500])
     """

@@ -22,9 +22,10 @@ from optimi_func.core.checks import (
 )
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import InitOptions, PyTree
+from optimi_func.core.storage import seed_in
 from optimi_func.core.torch_private import level_of
 from optimi_func.population.axes import path, place
-from optimi_func.pure.tree import without_none
+from optimi_func.pure.tree import LeafState, without_none
 
 T = TypeVar("T")
 Hyper: TypeAlias = Mapping[str, PyTree]
@@ -53,6 +54,11 @@ pytree.register_dataclass(
     Population, serialized_type_name="optimi_func.population.Population"
 )
 torch.serialization.add_safe_globals([Population])  # for weights_only=True
+
+
+def _own(x: Tensor) -> Tensor:
+    """Return a contiguous tensor, as views without elements seem to be in any case."""
+    return x.contiguous() if x.numel() else x.new_empty(x.shape)
 
 
 def init(
@@ -91,7 +97,8 @@ def init(
         TypeError: The source is none of these, or a hyperparameter is no number.
 
     >>> from optimi_func import adamw
-    >>> members = init(adamw, {"w": torch.ones(3)}, {"lr": torch.tensor([0.1, 0.2])}, n=2)
+    >>> rates = {"lr": torch.tensor([0.1, 0.2])}
+    >>> members = init(adamw, {"w": torch.ones(3)}, rates, n=2)
     >>> members.params["w"].shape, members.hyper["lr"].shape, len(members)
     (torch.Size([2, 3]), torch.Size([2]), 2)
     """
@@ -110,7 +117,10 @@ def init(
         bind(optimizer, pytree.tree_map(lambda x, i=i: x[i], read))
     start = placed.run(lambda p, h: bind(optimizer, h).init(p, **options), "error")
     # vmap returns state that all members share as an expanded view.
-    state = pytree.tree_map_only(Tensor, Tensor.contiguous, start)
+    state = pytree.tree_map_only(Tensor, _own, start)
+    for leaf in pytree.tree_leaves(state, lambda x: isinstance(x, LeafState)):
+        if isinstance(leaf, LeafState) and (seed := seed_in(leaf.kahan_comp)) is not None:
+            seed += torch.arange(n, device=seed.device)  # each draws its own numbers
     return Population(params, state, numbers, buffers)
 
 

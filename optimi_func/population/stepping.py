@@ -55,7 +55,8 @@ def vmap_step(
     >>> from torch.func import vmap
     >>> from optimi_func import sgd, sgd_init
     >>> p, lrs = torch.zeros(2), torch.tensor([1.0, 2.0])
-    >>> p, state = vmap_step(sgd)(p, torch.ones(2), vmap(sgd_init)(p), {"lr": lrs})
+    >>> state = vmap(sgd_init)(p)
+    >>> p, state = vmap_step(sgd)(p, torch.ones(2), state, {"lr": lrs})
     >>> p
     tensor([-1., -2.])
     """
@@ -113,7 +114,8 @@ def step(
 
     >>> from optimi_func import sgd
     >>> from optimi_func.population import init
-    >>> members = init(sgd, {"w": torch.zeros(3)}, {"lr": torch.tensor([0.1, 0.2])}, n=2)
+    >>> rates = {"lr": torch.tensor([0.1, 0.2])}
+    >>> members = init(sgd, {"w": torch.zeros(3)}, rates, n=2)
     >>> step(sgd, members, {"w": torch.ones(2, 3)}).params["w"][:, 0]
     tensor([-0.1000, -0.2000])
     >>> step(sgd, members, {"w": torch.ones(1, 3)}, index=[1]).params["w"][:, 0]
@@ -161,7 +163,8 @@ def loss_and_grad(
     >>> from optimi_func import sgd
     >>> from optimi_func.population import init
     >>> members = init(sgd, {"w": torch.ones(3)}, {"lr": 0.1}, n=2)
-    >>> loss_and_grad(lambda p, x: (p["w"] * x).sum(), members, torch.ones(3))[0]
+    >>> loss_fn = lambda p, x: (p["w"] * x).sum()
+    >>> loss_and_grad(loss_fn, members, torch.ones(3))[0]
     tensor([3., 3.])
     """
 
@@ -278,7 +281,8 @@ def call_module(
             buffer that is passed.
 
     >>> norm = nn.BatchNorm1d(2)
-    >>> _, after = call_module(norm, {}, dict(norm.named_buffers()), torch.ones(4, 2))
+    >>> before = dict(norm.named_buffers())
+    >>> _, after = call_module(norm, {}, before, torch.ones(4, 2))
     >>> after["num_batches_tracked"], norm.num_batches_tracked
     (tensor(1), tensor(0))
     """

@@ -38,7 +38,7 @@ from optimi_func.core.rule import (
     Scalars,
     StorageLike,
 )
-from optimi_func.core.storage import storage_of
+from optimi_func.core.storage import seed_in, storage_of
 from optimi_func.pure.casts import Casts, Kept, called, derived, resolve, resolve_tree
 from optimi_func.pure.tree import (
     NO_RUNNING,
@@ -124,7 +124,9 @@ class FunctionalOptimizer(Kept):
         """True if decay depends on max_lr."""
         return self.decouple_lr or self.corrected_decay
 
-    def _decay_kind(self, usual: Literal["l2", "decoupled", "proximal"]) -> DecayKind:
+    def _decay_kind(
+        self, usual: Literal["l2", "own", "decoupled", "proximal"]
+    ) -> DecayKind:
         """Return the kind of decay, given that without decouple_lr and corrected_decay."""
         if self.decouple_lr:
             return "fully proximal" if usual == "proximal" else "fully"
@@ -358,14 +360,15 @@ class FunctionalOptimizer(Kept):
             self.warn(tree)
         scalars, at, running, cast = self._now(tree)
         half: Any = leaf_step if rewrite is None else leaf_move
-        old = [
-            Leaf(p, s.rule_state, s.kahan_comp) for p, s in zip(tree.leaves, tree.states)
-        ]
+        pairs = zip(tree.leaves, tree.states)
+        old = [Leaf(p, s.rule_state, s.kahan_comp) for p, s in pairs]
         leaves, states = tree.leaves.copy(), tree.states.copy()
         results: dict[int, Any] = {}
         means: dict[int, list[Tensor]] = {}
+        seeds = [None if x.comp is None else seed_in(x.comp) for x in old]
         if rewrite is extras is None and tree.runs_at_once():
-            found = step_now(self.rule, old, tree.grads, list(map(Packed, scalars)), at)
+            grads = [g if x is None else None for g, x in zip(tree.grads, seeds)]
+            found = step_now(self.rule, old, grads, list(map(Packed, scalars)), at)
             results = {i: new for i, (new, _) in found.items()}
             means = {i: taken for i, (_, taken) in found.items()}
 
@@ -378,10 +381,11 @@ class FunctionalOptimizer(Kept):
                 continue
             wide = leaf_dtype(leaf, g)
             now = cast(scalars[at[i]], wide, p.device)
-            if extras is not None:
-                given = [as_real_for(p, x) for x in drawn([*extras[i].values()], wide)]
-                own = dict(zip(extras[i], given))
-                now = now._replace(coeffs=now.coeffs._replace(**own))
+            if extras or self.rule.draws:
+                now = self._with_given(now, extras[i] if extras else {}, i, p, wide)
+            if (seed := seeds[i]) is not None:
+                (bits,) = drawn([Noise(seed, tree.state.step, i, p, torch.int32)], wide)
+                leaf = leaf._replace(comp=bits)
             results[i] = half(self.rule, leaf, g, now, True, take, wide)
         if rewrite is not None:
             moves = [results.get(i, (None, p, None)) for i, p in enumerate(tree.leaves)]
@@ -396,10 +400,28 @@ class FunctionalOptimizer(Kept):
                 for x in new.state
             ]
             rule_state = type(new.state)(*rule_state)
-            leaves[i], states[i] = new.p, LeafState(rule_state, new.comp, running[i])
+            comp = new.comp if (seed := seeds[i]) is None else seed.clone()
+            leaves[i], states[i] = new.p, LeafState(rule_state, comp, running[i])
         if self.rule.join is not None and results:
-            states = cast.joined(tree, states, means, [scalars[i] for i in at], running[0])
+            every = [scalars[i] for i in at]
+            if extras:  # of which those of the first are those of all
+                coeffs = every[0].coeffs._replace(**extras[0])
+                every[0] = every[0]._replace(coeffs=coeffs)
+            states = cast.joined(tree, states, means, every, running[0])
         return tree.rebuild(leaves, states)
+
+    def _with_given(
+        self,
+        now: Scalars,
+        own: dict[str, Tensor | Noise],
+        place: int,
+        p: Tensor,
+        wide: torch.dtype,
+    ) -> Scalars:
+        """Return scalars with what the rule is given for the parameter at a place."""
+        given = [as_real_for(p, x) for x in drawn([*own.values()], wide)]
+        coeffs = self.rule.at_place(now.coeffs, place)
+        return now._replace(coeffs=coeffs._replace(**dict(zip(own, given))))
 
     def eval_params(self, params: T, state: TreeState) -> T:
         """Return the parameters to evaluate the model with: the average of Schedule-Free.

@@ -19,7 +19,13 @@ from optimi_func.core.checks import TAKEN, check_grad, check_param, check_taken,
 from optimi_func.core.leaf import init_leaf
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import Named, NoRunning, NoState, PyTree, Rule, Scalar, Storage
-from optimi_func.core.storage import check_entry, check_stored, entry_of, own_shapes
+from optimi_func.core.storage import (
+    check_entry,
+    check_stored,
+    entry_of,
+    own_shapes,
+    seed_of,
+)
 from optimi_func.core.torch_private import is_unwatched, serializable, transform_level
 
 NO_RUNNING = NoRunning()
@@ -32,9 +38,10 @@ N = TypeVar("N", bound=Named)
 class LeafState:
     """The state of one parameter: the rule's fields and, if there is one, `kahan_comp`.
 
-    A registered pytree node. Fields are attributes: `state.leaves["w"].exp_avg` is a
-    tensor, or codes whose `decode(dtype)` returns one. The rule's running scalars are
-    attributes too, as 0-d tensors on the step count's device.
+    For a parameter that is rounded at random, that is the seed, a 0-d int64. A registered
+    pytree node. Fields are attributes: `state.leaves["w"].exp_avg` is a tensor, or codes
+    whose `decode(dtype)` returns one. The rule's running scalars are attributes too, as 0-d
+    tensors on the step count's device.
     """
 
     __slots__ = ("kahan_comp", "rule_state", "running")
@@ -287,11 +294,22 @@ def init_tree(rule: Rule, params: PyTree, storage: Storage) -> TreeState:
     warn(check_stored([rule], storage, tensors))
     leaves = [init_leaf(rule, p, storage) for p in tensors]
     step = torch.zeros((), dtype=torch.float32, device=tensors[0].device)
+    seeds = [seed_tensor(storage, p) for p in tensors]
     states = [
-        LeafState(leaf.state, leaf.comp, running_tensors(rule.running(), step.device))
-        for leaf in leaves
+        LeafState(
+            leaf.state,
+            leaf.comp if seed is None else seed,
+            running_tensors(rule.running(), step.device),
+        )
+        for leaf, seed in zip(leaves, seeds)
     ]
     return TreeState(step, pytree.tree_unflatten(states, spec))
+
+
+def seed_tensor(storage: Storage, p: Tensor) -> Tensor | None:
+    """Return the seed of a parameter that is rounded at random, or None for others."""
+    seed = seed_of(storage, p)
+    return None if seed is None else torch.tensor(seed, device=p.device)
 
 
 def running_tensors(running: N, device: torch.device) -> N:

@@ -105,7 +105,8 @@ def unroll(
 
     >>> from optimi_func import sgd
     >>> def end(lr):
-    ...     run = unroll(sgd, lambda p, x: (p - x) ** 2, p, None, [x, x], hyper={"lr": lr})
+    ...     loss_fn, hyper = lambda p, x: (p - x) ** 2, {"lr": lr}
+    ...     run = unroll(sgd, loss_fn, p, None, [x, x], hyper=hyper)
     ...     return run.params
     >>> p, x = torch.tensor(1.0), torch.tensor(0.0)
     >>> lr = torch.tensor(0.25)

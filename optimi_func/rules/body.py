@@ -24,11 +24,12 @@ from typing import (
 
 import torch
 from torch import Tensor, optim
+from torch.utils._pytree import tree_leaves
 
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.classes.fields import EMPTY, Field, Params, made_field, read
 from optimi_func.classes.groups import TORCHS
-from optimi_func.core.checks import bind_call, shown
+from optimi_func.core.checks import bind_call, is_on, shown
 from optimi_func.core.philox import Noise
 from optimi_func.core.rule import DecayKind, PyTree, Rates, Rule, Scalar, StorageLike
 from optimi_func.core.storage import storage_of
@@ -44,12 +45,12 @@ from optimi_func.pure.tree import (
     init_tree,
     path_of,
 )
-from optimi_func.rules.making import NAMES, RATES, Making
+from optimi_func.rules.making import NAMES, RATES, Making, first_values, init_draws
 from optimi_func.state.convert import Counterparts
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Decay: TypeAlias = Literal["decoupled", "l2", "proximal"]
+Decay: TypeAlias = Literal["decoupled", "l2", "proximal", "own"]
 LrIs: TypeAlias = Literal["factor", "inside"]
 # In place of a value for which methods are not traced, because it may be any number.
 NUMBER = "any number"
@@ -85,7 +86,6 @@ class OwnRule(FunctionalOptimizer):
     """Base class of the values of an optimizer: its rule with hyperparameters."""
 
     owner: ClassVar[type["Body"]]
-    usual: ClassVar[Decay] = "decoupled"
 
     @derived
     def rule(self) -> Rule:
@@ -141,6 +141,7 @@ class OwnRule(FunctionalOptimizer):
         parts = {"measure": rule.measure, "sums": rule.join, "means that take decay": takes}
         if self.cautious and (found := [name for name, x in parts.items() if x]):
             raise ValueError(f"{where}: cautious=True with {found[0]}: allowed is False")
+        self._check_decay()
         super().check()
         # A class's `check` sets the bounds of fields that have none of their own.
         bound = not hasattr(self.owner, "check")
@@ -149,6 +150,24 @@ class OwnRule(FunctionalOptimizer):
                 option.check(getattr(self, option.name), bound or not option.plain)
         if not bound:
             self.owner.with_values(self).check()
+
+    def _check_decay(self) -> None:
+        """Raise for options of decay, and cautious=True, that the move would not follow."""
+        rule, own = self.rule, self.owner._usual == "own"
+        reads = "weight_decay" in rule.numbers
+        if not (rule.replaces or own or reads):
+            return
+        why = 'class line has decay="own"' if own else "methods read self.weight_decay"
+        why = "`after` leaves out u" if rule.replaces else why
+        names = ["decouple_lr", "corrected_decay", "cautious_decay"]
+        names += ["cautious"] if rule.replaces else []
+        found = [f"{name}=True" for name in names if getattr(self, name)]
+        decays = any(map(is_on, tree_leaves(self.weight_decay)))
+        if decays and not reads and self.decay != "l2":
+            found.append(f"weight_decay={shown(self.weight_decay)}")
+        if found:
+            where = f"{type(self).__name__}: {found[0]}"
+            raise ValueError(f"{where}, but its {why}: allowed is the default")
 
     @property
     def starting_rule(self) -> Rule:
@@ -183,7 +202,7 @@ class OwnRule(FunctionalOptimizer):
         Raises:
             TypeError: An extra that `direction` lacks, or does not take.
         """
-        if (extras or self.rule.extras) and {*self.rule.extras} != {*extras}:
+        if (extras or self.rule.extras) and self.rule.lacks(extras):
             raise TypeError(
                 f"the step of {type(self).__name__} got the extras {sorted(extras)}: its "
                 f"direction takes {sorted(self.rule.extras)} (extras are its arguments but "
@@ -195,14 +214,18 @@ class OwnRule(FunctionalOptimizer):
         leaf_extras: list[dict[str, Any]] = [{} for _ in tree.leaves]
         for i, p in enumerate(tree.leaves if "z" in self.rule.given else ()):
             leaf_extras[i]["z"] = Noise(cast(Any, self).seed, state.step, i, p)
-        for name, extra in extras.items():
+        usual = {k: torch.tensor(x, dtype=torch.double) for k, x in self.rule.usual.items()}
+        for name, extra in {**usual, **extras}.items():
             rows, at = broadcast(name, extra, tree)
             for i, p in enumerate(tree.leaves):
-                leaf_extras[i][name] = x = rows[at[i]]
-                if isinstance(x, Tensor) and x.shape not in (p.shape, ()):
+                x = rows[at[i]]
+                x = torch.tensor(x, dtype=torch.double) if isinstance(x, float) else x
+                leaf_extras[i][name] = x
+                shapes = [(), *([] if name in self.rule.single else [tuple(p.shape)])]
+                if isinstance(x, Tensor) and tuple(x.shape) not in shapes:
                     raise ValueError(
                         f"{name}{path_of(params, i)} has the shape {tuple(x.shape)}, and "
-                        f"its parameter {tuple(p.shape)}: allowed are that and ()"
+                        f"its parameter {tuple(p.shape)}: allowed are {shapes}"
                     )
         return self._step(tree, rewrite, leaf_extras)
 
@@ -214,6 +237,14 @@ def _trace(cls: "type[Body]", statics: tuple[object, ...]) -> bool:
     if not cls._used:  # written once, because it empties the caches of attributes
         cls._used = True
     return True
+
+
+class PureOf:
+    """The type of a class's `pure`, whose keywords are the constructor's."""
+
+    def __get__(
+        self, instance: object, owner: Callable[Concatenate[Params, P], object]
+    ) -> Callable[P, OwnRule]: ...
 
 
 class BodyType(ABCMeta):
@@ -240,12 +271,14 @@ class Body(BaseOptimizer, metaclass=BodyType):
     first used, and tests try what `Optimizer` does at the definition.
     """
 
-    pure: ClassVar[Callable[..., OwnRule]]
+    pure: ClassVar[PureOf]
     at_definition: ClassVar[bool] = False
     # "inside": the direction is the whole move, which lr does not multiply.
     _lr: ClassVar[LrIs] = "factor"
     # True: `whole` is sums over dimensions and elementwise operations, and is compiled.
     compiles_whole: ClassVar[bool] = False
+    # True: `whole` maps each matrix of a stack by itself.
+    maps_matrices: ClassVar[bool] = False
     _name: ClassVar[str] = ""
     _own: ClassVar[dict[str, Field[object, object]]] = {}
     _choices: ClassVar[tuple[str, ...]] = ()
@@ -257,17 +290,18 @@ class Body(BaseOptimizer, metaclass=BodyType):
     _used: ClassVar[bool | None]
 
     def __init_subclass__(
-        cls, decay: Decay | None = None, name: str = "", lr: LrIs | None = None
+        cls, decay: Decay = EMPTY, name: str = "", lr: LrIs = EMPTY
     ) -> None:
         """Make `pure` and the constructor, and trace the methods."""
         cls._used = None
-        if lr not in (None, *get_args(LrIs)):
-            raise TypeError(
-                f"class {cls.__name__}(..., lr={lr!r}): allowed are {get_args(LrIs)}"
-            )
+        for option, x, kind in ("decay", decay, Decay), ("lr", lr, LrIs):
+            if x not in (EMPTY, *get_args(kind)):
+                where = f"class {cls.__name__}(..., {option}={x!r})"
+                raise TypeError(f"{where}: allowed are {get_args(kind)}")
         base = next(x for x in cls.__mro__[1:] if isinstance(x, BodyType))
-        if name or decay or lr or _new_names(cls, base):
-            cls._name, cls._usual, cls._lr = name, decay or cls._usual, lr or cls._lr
+        if name or {decay, lr} != {EMPTY} or _new_names(cls, base):
+            cls._name, cls._lr = name, cls._lr if lr is EMPTY else lr
+            cls._usual = cls._usual if decay is EMPTY else decay
             cls._define()
         else:
             super().__init_subclass__()
@@ -284,7 +318,8 @@ class Body(BaseOptimizer, metaclass=BodyType):
         cls._own = {**own, **_own_fields(cls)}
         cls._choices = tuple(sorted(k for k, x in written.items() if isinstance(x, choice)))
         cls._rules, cls._known, traced = {}, [], hasattr(cls, "direction")
-        cls.factory = cls.pure = _pure(cls) if traced else _lacks_direction(cls)
+        made: Any = _pure(cls) if traced else _lacks_direction(cls)
+        cls.factory = cls.pure = made
         super().__init_subclass__()
         defaults = {option.name: option.default for option in cls._own.values()}
         if traced and cls.at_definition and EMPTY not in defaults.values():
@@ -328,7 +363,7 @@ class Body(BaseOptimizer, metaclass=BodyType):
         getattr(me, "State", None)
         for shape in ((2, 2, 2), (2,)) if hasattr(cls, "init") else ():
             if not hasattr(cls, "refuses") or other.refuses(torch.empty(shape)) is None:
-                me.init(torch.empty(shape))
+                first_values(me, torch.empty(shape), init_draws(cls))
         return [option.name for option in cls._own.values() if option.name in names]
 
     @classmethod
@@ -353,6 +388,7 @@ class Body(BaseOptimizer, metaclass=BodyType):
         home = next(x for x in cls.__mro__ if x.__module__.startswith("optimi_func."))
         same = _new_names(cls, home).isdisjoint(dir(home))
         compiled = same and getattr(home, "compiles_whole", False)
+        making.by_matrix = same and getattr(home, "maps_matrices", False)
         rule = making.rule(tried, (home.__module__, home.__qualname__) if compiled else ())
         if tried:
             again = Making(cls, numbers, fixed)
@@ -385,7 +421,7 @@ def _values_of(value: OwnRule) -> dict[str, object]:
 
 # Names that methods of a rule do not read.
 _UNREAD = {*dir(Body), "_used", "pure", "factory", "keywords"}.difference(
-    ("usual_decay", "compiles_whole")
+    ("usual_decay", "compiles_whole", "maps_matrices")
 )
 
 
@@ -451,9 +487,7 @@ def _lacks_direction(cls: type[Body]) -> Callable[..., NoReturn]:
 
 def _pure(cls: type[Body]) -> type[OwnRule]:
     """Return the dataclass of the hyperparameters of a class."""
-    if (usual := cls._usual) not in get_args(Decay):
-        raise ValueError(f"{cls.__name__}: decay={usual!r}: allowed are {get_args(Decay)}")
-    coupled = {"decouple_wd": False} if usual == "l2" else {}  # saved groups lack it
+    coupled = {"decouple_wd": False} if cls._usual == "l2" else {}  # saved groups lack it
     counterparts = getattr(cls, "counterparts", None) or Counterparts(
         our_options=lambda group: coupled if "decouple_lr" in group else {}
     )
@@ -473,7 +507,6 @@ def _pure(cls: type[Body]) -> type[OwnRule]:
         bases=(OwnRule,),
         namespace={
             "owner": cls,
-            "usual": usual,
             "entry_fields": frozenset(chain(*[getattr(x, "_fields", ()) for x in written])),
             "choices": tuple([x.name for x in options if not x.number]),
             "counterparts": counterparts,

@@ -48,18 +48,18 @@ class Traced(fx.Proxy):
 class _Tracer(GraphAppendingTracer):
     def __init__(self, graph: fx.Graph, host: set[fx.Node]) -> None:
         super().__init__(graph)
-        self._host, self._known = host, dict[tuple[object, ...], fx.Node]()
+        self.host, self._known = host, dict[tuple[object, ...], fx.Node]()
 
     def create_node(self, kind: str, target: Any, *args: Any, **more: Any) -> fx.Node:
         """Return a node, for scalar work the one that does the same, if there is one."""
         node = super().create_node(kind, target, *args, **more)
         inputs = node.all_input_nodes
-        if not inputs or target is math.rounded or not self._host.issuperset(inputs):
+        if not inputs or target is math.rounded or not self.host.issuperset(inputs):
             return node
         key = kind, target, repr(node.args), repr(node.kwargs)
         if (first := self._known.setdefault(key, node)) is not node:
             self.graph.erase_node(node)
-        self._host.add(first)
+        self.host.add(first)
         return first
 
     def proxy(self, node: fx.Node) -> Traced:
@@ -93,6 +93,7 @@ class Trace:
 
     def __init__(self, owner: str) -> None:
         self.owner, self.code = owner, ""
+        self.hint = ""  # why a field of State may be None
         self.host: set[fx.Node] = set()  # what depends on scalars alone
         self.coeffs: list[fx.Node] = []  # those of them that tensor work reads
         self.chosen: fx.Node | None = None  # a coefficient that is a bool, if it can be
@@ -115,7 +116,8 @@ class Trace:
         except Exception as error:
             where += line_of(error)
             if not isinstance(error, TraceError):
-                raise TypeError(f"{where} cannot be traced: {error}") from error
+                hint = self.hint * ("NoneType" in str(error))
+                raise TypeError(f"{where} cannot be traced: {error}{hint}") from error
             raise TypeError(
                 f"{where} decides by the value of a tensor or of a hyperparameter (if, "
                 "while, and, or, min, max, loops): write torch.where(condition, x, y), "
@@ -634,6 +636,47 @@ def where(condition: bool | Tensor, yes: Scalar, no: Scalar) -> Scalar:
     if isinstance(condition, bool):
         return yes if condition else no
     return torch.where(condition, yes, no)
+
+
+@overload
+def maximum(x: Tensor, y: Scalar) -> Tensor: ...
+@overload
+def maximum(x: Scalar, y: Tensor) -> Tensor: ...
+@overload
+def maximum(x: float, y: float) -> float: ...
+def maximum(x: Scalar, y: Scalar) -> Scalar:
+    """Return the larger one of two scalars, or for each element."""
+    return _either(max, torch.maximum, "clamp_min", x, y)
+
+
+@overload
+def minimum(x: Tensor, y: Scalar) -> Tensor: ...
+@overload
+def minimum(x: Scalar, y: Tensor) -> Tensor: ...
+@overload
+def minimum(x: float, y: float) -> float: ...
+def minimum(x: Scalar, y: Scalar) -> Scalar:
+    """Return the smaller one of two scalars, or for each element."""
+    return _either(min, torch.minimum, "clamp_max", x, y)
+
+
+def _either(of_numbers: Any, of_tensors: Any, clamp: str, x: Any, y: Any) -> Any:
+    if isinstance(x, int | float) and isinstance(y, int | float):
+        return of_numbers(x, y)
+    kinds = _is_known(x), _is_known(y)
+    if isinstance(x, int | float) or kinds == (True, False):
+        x, y = y, x
+    # torch takes no number here, and a scalar of a rule is one when it steps.
+    clamped = isinstance(y, int | float) or kinds[0] is not kinds[1]
+    return getattr(x, clamp)(y) if clamped else of_tensors(x, y)
+
+
+def _is_known(x: object) -> bool:
+    """Return True for a number, and for the stand-in of a scalar."""
+    if not isinstance(x, Traced):
+        return isinstance(x, int | float)
+    tracer: Any = x.tracer
+    return x.node in tracer.host
 
 
 def rounded(x: Scalar, like: Tensor | None = None) -> Scalar:

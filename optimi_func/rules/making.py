@@ -13,9 +13,11 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from optimi_func.core.codes import NEAREST, Codes, to
-from optimi_func.core.distributed import distribute_like, whole, whole_field
+from optimi_func.core.distributed import distribute_like, number_field, whole, whole_field
 from optimi_func.core.math import moment
+from optimi_func.core.philox import FIRST, normal_of
 from optimi_func.core.rule import (
+    AfterMeans,
     Direction,
     Means,
     Measure,
@@ -45,24 +47,28 @@ RATES = ("lr", "weight_decay")
 _TAKES = {
     "direction": ["g", "s", "t", "x", "z", "r", "c"],
     "accumulate": ["g", "s", "t", "x", "r", "c"],
-    "after": ["x", "u", "s", "t", "r", "c"],
+    "after": ["x", "u", "s", "t", "r", "c", "mean", "top"],
     "due": ["t", "c"],
     "eval_point": ["x", "s", "t", "r", "c"],
     "sums": ["g", "s", "x", "t", "r", "c"],
     "join": ["r", "sums"],
     "measure": ["mean", "top", "numel", "g", "s", "x", "t", "r", "c"],
     "means": ["mean", "top", "g", "s", "x", "d", "t", "decay", "move", "c"],
-    "whole": ["d", "s", "t", "x", *RATES],
+    "whole": ["d", "s", "t", "x", "normal", *RATES],
     "coeffs": ["t", "r", *RATES],
 }
 # Names of the first result, if it is no direction d.
 _FIRST = {"after": "u", "eval_point": "x", "sums": "a sum"}
-_FIRST.update(means="what mean is given", measure="what mean is given")
-_EXTRAS = ("accumulate", "after", "measure", "means")
-# Methods that make the direction.
-_DIRECTED = ("direction", "accumulate", "whole")
+_FIRST.update(dict.fromkeys(("measure", "means", "after_means"), "what mean is given"))
+_EXTRAS = ("accumulate", "after", "measure", "means", "whole", "sums", "join")
+# The methods that take `mean` and `top`, and how the names of their results begin.
+_REDUCED = {"means": "", "measure": "measured_", "after": "after_"}
+# Methods and parts of them whose results are reduced.
+_MEASURED = ("measure", "means", "after_means", "sums")
 # Methods that are called with values.
 _CALLED = ("coeffs", "init", "refuses", "whole")
+_SHAPED = " (s has None for Shaped fields, which only whole has)"
+_OF_WHOLE = ": it takes lr and weight_decay by name, and of s it has the Shaped fields"
 # Names of an entry that are not the rule's.
 _TAKEN = {"step", "kahan_comp", "train_param", "rule_state", "running"}
 # Names that a field cannot have, because they are those of methods and of their arguments.
@@ -99,7 +105,9 @@ class Making:
         """Make stand-ins; `numbers` are the hyperparameters with their defaults."""
         self.cls, self.name, self.statics = cls, cls.__name__, statics
         self.read: set[str] = set()  # what methods have read of self
+        self.by_matrix = False  # True if `whole` maps each matrix of a stack by itself
         self.trace = trace = Trace(self.name)
+        self.after_means = Part([], [])  # what `after` gives to mean and top
         self.defaults = {**numbers, **dict.fromkeys(RATES, 0.1)}
         self.scalars: dict[str, Any] = {
             name: tuple([trace.input(f"{name}_{i}", True) for i in range(len(x))])
@@ -119,34 +127,65 @@ class Making:
         self.more: list[str] = []
         names, known = self.names("direction"), self._known("direction")
         noise = ["z"] * ("z" in names)
-        if noise and "seed" not in {*numbers, *statics}:
-            raise TypeError(f"{self.name}.direction takes z: add a field, seed: int = 0")
         others = [x for x in names if x not in known]
-        self.more = [*others, *noise]
+        self.more, self.extras = [*others, *noise], others
         made = {x: trace.input(x) for x in self.more}
         self.measured = self._measured(made)
         own = self.measured[2]
         extras = [x for x in others if x not in own]
-        self.besides = (*extras, *noise)  # `Rule.given`
+        self.besides, self.extras = (*extras, *noise), extras  # `Rule.given`
+        self.usual = self._usual()
         self.more = [*extras, *own, *noise]
+        self.starts_random = init_draws(cls)
+        mapped = "normal" in self.names("whole") or self.starts_random
+        for x, taken in ("z", bool(noise)), ("normal", mapped):
+            if taken and "seed" not in {*numbers, *statics}:
+                raise TypeError(f"{self.name} takes {x}: add a field, seed: int = 0")
         self.given |= made | {x: trace.input(x) for x in own if x not in made}
+        # What `measure` keeps is in the state of methods after it.
+        new = [self.given[x] for x in self.kept]
+        self.given["s"] = self._state(self.given["s"][: self.count], new)
+
+    def _usual(self) -> dict[str, float]:
+        """Return the extras that have a default, a number."""
+        parameters = inspect.signature(self.me.direction).parameters
+        found = {x: parameters[x].default for x in self.extras}
+        found = {k: x for k, x in found.items() if x is not inspect.Parameter.empty}
+        for name, x in found.items():
+            if not isinstance(x, int | float):
+                raise TypeError(
+                    f"{self.name}.direction takes {name}={x!r}: allowed is a number, which "
+                    "stands for the extra at a step that is not given it. Without a "
+                    "default each step is given it"
+                )
+        return found
 
     def _take_state(self) -> None:
         """Make the stand-in of the State. Raise for fields that it cannot have."""
         # hasattr of the class, because one of a property hides its AttributeError.
         self.kind: Any = self.me.State if hasattr(self.cls, "State") else NoState
         self.makers = self._makers()
-        # Fields in shapes of their own are the last, and `whole` alone has them.
-        shaped = self.makers.count(whole_field)
-        self.count = len(self.kind._fields) - shaped
-        own = [self.trace.input(f"s_{f}") for f in self.kind._fields[: self.count]]
-        self.given["s"] = self.kind(*own, *[None] * shaped)
-        early = whole_field in self.makers[: self.count]
-        if early or (shaped and not hasattr(self.cls, "whole")):
+        # Fields in shapes of their own are the last. `whole` has them, or `measure` if they
+        # are numbers.
+        shaped = [x for x in self.makers if x in (whole_field, number_field)]
+        self.count = len(self.kind._fields) - len(shaped)
+        fields = [self.trace.input(f"s_{f}") for f in self.kind._fields]
+        self.kept = self.kind._fields[self.count :] if number_field in shaped else ()
+        own, self.before = fields[: self.count], fields[self.count :]
+        self.trace.hint = _SHAPED * (whole_field in shaped)
+        self.given["s"] = self.kind(*own, *[None] * len(shaped))
+        needs = {whole_field: "whole", number_field: "measure"}
+        lacks = [needs[x] for x in shaped if not hasattr(self.cls, needs[x])]
+        if lacks or self.makers[self.count :] != shaped or len({*shaped}) > 1:
             raise TypeError(
                 f"{self.name}.State{self.kind._fields}: fields that are Shaped come last, "
-                "and are for a class with `whole`"
+                "and are for a class with `whole`, and Number for one with `measure`"
             )
+
+    def _state(self, own: Sequence[Any], kept: Sequence[Any]) -> Any:
+        """Return a State of its own fields, and what `measure` keeps."""
+        lacks = len(self.kind._fields) - len(own) - len(kept)
+        return self.kind(*own, *kept, *[None] * lacks)
 
     def _makers(self) -> list[Callable[..., Any]]:
         """Return the functions that make the fields of a State, by their annotations."""
@@ -163,8 +202,8 @@ class Making:
             if getattr(hint := hints.get(name), "__origin__", hint) is not Tensor:
                 raise TypeError(
                     f"{owner}.State.{name} is annotated {getattr(hint, '__name__', hint)}: "
-                    "allowed are Tensor, SecondMoment, Wide and Shaped; scalars go to "
-                    "Running"
+                    "allowed are Tensor, SecondMoment, Wide, Number and Shaped; scalars go "
+                    "to Running"
                 )
         for name, x in kind._field_defaults.items():
             raise TypeError(
@@ -237,10 +276,13 @@ class Making:
         return [x for x in _TAKES[method] if x != "c" or hasattr(self.cls, "coeffs")]
 
     def names(self, method: str) -> list[str]:
-        """Return the names of a method's arguments; none if the class lacks it."""
-        if not hasattr(self.cls, method):
+        """Return the names of a method's arguments; none if the class lacks it.
+
+        A property may be one of several methods, or None for these options.
+        """
+        if not hasattr(self.cls, method) or (fn := getattr(self.me, method)) is None:
             return []
-        parameters = inspect.signature(getattr(self.me, method)).parameters.values()
+        parameters = inspect.signature(fn).parameters.values()
         names, known = [p.name for p in parameters], self._known(method)
         if method in ("direction", "accumulate"):
             # The gradient and the state may have names of their own.
@@ -256,7 +298,9 @@ class Making:
         if method == "direction":
             known = [*known, *[x for x in names if x not in self.me.__dict__]]
         elif method in _EXTRAS:
-            known = [*known, *self.more]
+            single = method in ("whole", "join")
+            known = [*known, *(self.extras if single else self.more)]
+            known += self.kind._fields[: self.count] if method == "whole" else ()
         many = any([p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters])
         if many or not {*names} <= {*known}:
             hints = [f", and self.{x} for {x}" for x in names if x in self.me.__dict__]
@@ -281,13 +325,22 @@ class Making:
 
     def results(self, method: str) -> list[Traced]:
         """Trace a method, and return its results. Raise if they are others."""
-        found: Any = self.call(method)
+        if method == "after":
+            found, self.after_means, self.after_tops = self._reduced(method)
+        else:
+            found = self.call(method)
         if found is None and method == "accumulate":
             return []  # as if there was none
         kinds = [self.kind] if method == "after" else [self.kind, self.running]
         size = {self.kind: self.count, self.running: len(self.running._fields)}
         kinds = [x for x in kinds if size[x] and method != "eval_point"]
         said: Any = found if isinstance(found, tuple) else (found,)
+        tails = [x[self.count :] for x in said if self.kept and isinstance(x, self.kind)]
+        if [x for x in tails if [*map(id, x)] != [*map(id, self.given["s"][self.count :])]]:
+            raise TypeError(
+                f"{self.name}.{method} returned other values of {self.kept}, which only "
+                "measure sets: return those that s has"
+            )
         if not self.count:  # a State of nothing that a direction has
             said = [x for x in said if not isinstance(x, self.kind)]
         own = [x[: self.count] if isinstance(x, self.kind) else x for x in said]
@@ -312,7 +365,7 @@ class Making:
 
         `home` names the class whose `whole` is compiled, if it is this one's.
         """
-        trace, kind, cls = self.trace, self.kind, self.cls
+        trace, kind, cls, count = self.trace, self.kind, self.cls, self.count
         advanced, join = self._trace_methods(), self._join()
         averages, divisors = self._divisors()
         results = [*chain(*[part.results for part in self.parts.values()]), *divisors]
@@ -342,6 +395,8 @@ class Making:
             coeffs=coeffs,
             direction=along_gradient if plain else self._direction(further),
             after=self._after(due) if "after" in run else None,
+            after_means=self._after_means(),
+            replaces=self.replaces,
             accumulate=(lambda c: further(*c, True)) if "accumulate" in run else None,
             means=means,
             join=join,
@@ -349,16 +404,24 @@ class Making:
             whole=whole,
             refuses=self._refuses(whole, init, now),
             running=self.running,
-            eval_point=(lambda x, s, c: run["eval_point"](x, *s, *c[:n])[0])
+            eval_point=(lambda x, s, c: run["eval_point"](x, *s[:count], *c[:n])[0])
             if "eval_point" in run
             else None,
-            reads_param=any(["x" in self.names(method) for method in _DIRECTED]),
+            reads_param=any("x" in self.names(x) for x in ("direction", "accumulate")),
             given=self.besides,
+            usual=self.usual,
+            single=self.single,
             numbers=names,
             digest=digest,
             narrow=self.narrow,
             prepare=prepare,
         )
+
+    @property
+    def single(self) -> tuple[str, ...]:
+        """`Rule.single`."""
+        takes = self.names("whole") + self.names("join")
+        return tuple([x for x in self.extras if x in takes])
 
     def _trace_methods(self) -> list[Traced]:
         """Trace the methods that map tensors, and return what Running becomes."""
@@ -368,11 +431,20 @@ class Making:
         inputs = {
             "direction": [*own, *more],
             "accumulate": [*own, *more],
-            "after": [me["x"], me["u"], *me["s"], *more],
-            "eval_point": [me["x"], *me["s"]],
+            "after": [me["x"], me["u"], *me["s"][:count], *more],
+            "eval_point": [me["x"], *me["s"][:count]],
         }
         traced = {x: self.results(x) for x in inputs if self.names(x)}
         self.parts = {x: Part(inputs[x], y[: 1 + count]) for x, y in traced.items() if y}
+        if self.after_means.results:
+            self.parts["after_means"] = Part(inputs["after"], self.after_means.inputs)
+            known = [*inputs["after"], *self.after_means.results]
+            self.parts["after"] = self.parts["after"]._replace(inputs=known)
+        # At steps that are not due, the move is u.
+        moved = [x.node for x in traced.get("after", ())[:1]]
+        read, means = self.trace.needed(moved), zip(*self.after_means)
+        read = self.trace.needed([*moved, *[x.node for x, y in means if y.node in read]])
+        self.replaces = bool(moved) and me["u"].node not in read and not self.names("due")
         if self.measured[2]:
             self.parts["measure"] = Part([*own, *more], self.measured[0])
         return traced["direction"][1 + count :]
@@ -387,9 +459,15 @@ class Making:
 
         def take(kind: str, x: Traced) -> Traced:
             inputs, results = parts[kind]
+            node = getattr(x, "node", None)
+            if node is None or node in self.trace.host:
+                raise TypeError(
+                    f"{kind}({getattr(node, 'name', x)}): allowed are tensors in the shape "
+                    "of the parameter, and extras"
+                )
             inputs.append(x)
-            name = kind if method == "means" else f"measured_{kind}"
-            results.append(self.trace.input(f"{name}_{len(results)}"))
+            name = f"{_REDUCED[method]}{kind}_{len(results)}"
+            results.append(self.trace.input(name))
             return results[-1]
 
         takers = {kind: partial(take, kind) for kind in parts}
@@ -401,7 +479,8 @@ class Making:
     @property
     def new_state(self) -> Any:
         """The stand-in of the State after the direction."""
-        return self.kind(*[self.trace.input(f"new_{f}") for f in self.kind._fields])
+        own = [self.trace.input(f"new_{f}") for f in self.kind._fields[: self.count]]
+        return self._state(own, self.given["s"][self.count :] if self.kept else ())
 
     @property
     def divides(self) -> Literal["move", "direction", "sum"]:
@@ -417,19 +496,20 @@ class Making:
         divisor, part, self.tops = self._reduced("means", s=new)
         decays = me["move"].decays if self.divides == "move" else me["decay"]
         more = [me[x] for x in self.more]
-        inputs = [me["g"], me["x"], me["d"], decays, *new, *more]
+        inputs = [me["g"], me["x"], me["d"], decays, *new[: self.count], *more]
         self.parts["means"] = Part(inputs, part.inputs)
         return part.results, [divisor]
 
     def _means(self, averages: list[Traced], divisors: list[Traced]) -> Means | None:
         """Return `Rule.means`: those that divide the move, or that are joined."""
-        n, run = len(self.trace.coeffs), self.run
+        run = self.run
 
         def summed(g: Any, x: Any, d: Any, decaying: Any, s: Any, c: Any) -> list[Tensor]:
-            return list(run["sums"](g, x, *s, *c[:n]))
+            return list(run["sums"](g, x, *s[: self.count], *self.scalars_in(c)))
 
         def measure(g: Any, x: Any, d: Any, decaying: Any, s: Any, c: Any) -> list[Tensor]:
-            return list(run["means"](g, x, d, decaying, *s, *self.scalars_in(c)))
+            own = g, x, d, decaying, *s[: self.count]
+            return list(run["means"](*own, *self.scalars_in(c)))
 
         if "sums" in run:
             return Means(len(self.parts["sums"].results), summed, None)
@@ -455,7 +535,7 @@ class Making:
     ) -> tuple[list[Traced], list[Traced], dict[str, Traced]]:
         """Trace `measure`; return the tensors, the stand-ins of their means, and results.
 
-        The last of the stand-ins is the number of elements.
+        The stand-ins are those of `Measure.settle`.
         """
         if not (names := self.names("measure")):
             return [], [], {}
@@ -464,21 +544,37 @@ class Making:
                 f"{self.name} has measure and {lacks[0]}: allowed is one of both"
             )
         numel = self.trace.input("numel")
-        result, part, self.measured_tops = self._reduced("measure", numel=numel, **given)
+        state = self._state(self.given["s"][: self.count], self.before)
+        more: dict[str, Any] = {**given, "numel": numel, "s": state}
+        result, part, self.measured_tops = self._reduced("measure", **more)
         numbers = result._asdict() if hasattr(result, "_asdict") else result
         right = isinstance(numbers, dict) and self._traced(numbers.values(), False)
         if not (right and part.results):
             raise TypeError(
                 f"{self.name}.measure({', '.join(names)}) returned {result!r}: allowed is "
-                "a dict of numbers that are computed of means, by the names that direction "
-                "takes"
+                "a dict of numbers that are computed of means, as mean(loss), by the names "
+                "that direction takes"
             )
         if clash := {*numbers} & {*self.given, *self.defaults, *self.statics, *names}:
             raise TypeError(
                 f"{self.name}.measure returned {min(clash)!r}, which is an argument of "
                 "methods or an option: choose another name"
             )
-        return part.inputs, [*part.results, numel], numbers
+        if lacks := [x for x in self.kept if x not in numbers]:
+            raise TypeError(
+                f"{self.name}.measure returned {[*numbers]}: State has the Number "
+                f"{lacks[0]!r}, so it is one of them"
+            )
+        known = [numel, *self.before, *part.results]
+        # These are numbers of each tensor, and an extra may have more elements.
+        nodes = self.trace.needed([numbers[x].node for x in self.kept])
+        nodes -= self.trace.needed([x.node for x in part.inputs])
+        if read := [x for x, y in given.items() if x != "loss" and y.node in nodes]:
+            raise TypeError(
+                f"{self.name}.measure keeps a number of the extra {read[0]}: allowed are "
+                "means and maxima of it"
+            )
+        return part.inputs, known, numbers
 
     def _measure(self) -> Measure | None:
         """Return `Rule.measure`."""
@@ -492,11 +588,11 @@ class Making:
         def read(g: Tensor, x: Tensor, s: Any, c: Any) -> list[Tensor]:
             return list(run["measure"](g, *s[:count], x, *self.scalars_in(c)))
 
-        def told(means: list[Tensor], numel: Tensor, c: Any) -> Any:
-            found = found_of(*means, numel, *self.scalars_in(c))
-            return c._replace(**dict(zip(numbers, found)))
+        def told(known: Sequence[Tensor], c: Any) -> tuple[Any, tuple[Tensor, ...]]:
+            found = dict(zip(numbers, found_of(*known, *self.scalars_in(c))))
+            return c._replace(**found), tuple([found[x] for x in self.kept])
 
-        return Measure(len(tensors), read, told, self.measured_tops)
+        return Measure(len(tensors), read, told, self.measured_tops, self.kept)
 
     def _traced(self, results: Iterable[object], on_host: bool) -> bool:
         """Return True if all results are stand-ins, of scalars if `on_host`."""
@@ -513,10 +609,10 @@ class Making:
         if len(lacks) == 2:
             return None
         lacks += [] if names else ["Running"]
-        if lacks or self.names("means"):
+        if lacks or self.names("means") or self.after_means.inputs:
             raise TypeError(
                 f"{self.name} has {'no ' + lacks[0] if lacks else 'means'}: `sums` go with "
-                "a `join`, which returns a Running, and without `means`"
+                "a `join`, which returns a Running, and without `means` or means in `after`"
             )
         if twice := {*names} & {*self.defaults, *self.statics}:
             raise TypeError(
@@ -530,10 +626,14 @@ class Making:
                 f"{self.name}.sums returned {result!r}: allowed are tensors in the "
                 "gradient's shape"
             )
-        self.parts["sums"] = Part([self.given["g"], self.given["x"], *new], tensors)
+        more = [self.given[x] for x in self.more]
+        inputs = [self.given["g"], self.given["x"], *new[: self.count], *more]
+        self.parts["sums"] = Part(inputs, tensors)
         sums = [trace.input(f"sum_{i}", True) for i in range(len(tensors))]
         r = self.running(*[trace.input(f"joined_{name}", True) for name in names])
-        after = self.call("join", r=r, sums=pytree.tree_unflatten(sums, spec))
+        taken = [x for x in self.names("join") if x in self.extras]
+        given = {x: trace.input(f"joined_{x}", True) for x in taken}
+        after = self.call("join", r=r, sums=pytree.tree_unflatten(sums, spec), **given)
         right = getattr(type(after), "_fields", None) == names
         if not (right and self._traced(after, True)):
             raise TypeError(
@@ -544,19 +644,21 @@ class Making:
         scalars = [x for x in pytree.tree_leaves(self.scalars) if x.node in nodes]
         trace.coeffs += [x.node for x in scalars if x.node not in trace.coeffs]
         places = [trace.coeffs.index(x.node) for x in scalars]
-        compute, _ = trace.function([*r, *sums, *scalars], [*after], on_host=True)
+        inputs = [*r, *sums, *given.values(), *scalars]
+        compute, _ = trace.function(inputs, [*after], on_host=True)
 
         def join(r: Named, sums: list[Tensor | float], c: Any) -> Named:
-            return running(*compute(*r, *sums, *[c[i] for i in places]))
+            numbers = [*[getattr(c, x) for x in taken], *[c[i] for i in places]]
+            return running(*compute(*r, *sums, *numbers))
 
         return join
 
     def _try(self, method: str, graph: fx.Graph, scalars: Sequence[Scalar]) -> None:
         """Try a method on tensors. Raise if it is not elementwise."""
         inputs, results = self.parts[method]
-        first, many = [_FIRST.get(method, "d")], method in ("measure", "means", "sums")
+        first, many = [_FIRST.get(method, "d")], method in _MEASURED
         labels = first * len(results) if many else [*first, *self.kind._fields]
-        where = f"{self.name}.{method}"
+        where = f"{self.name}.{method.removesuffix('_means')}"
         if views := check_elementwise(where, labels, graph, len(inputs), scalars):
             self.run[method] = partial(_without_views, self.run[method], views)
 
@@ -576,13 +678,18 @@ class Making:
 
     def _after(self, due_place: int | None) -> Callable[..., tuple[Tensor, Any]]:
         """Return `Rule.after`, which acts where the coefficient at due_place is True."""
-        kind, run = self.kind, self.run["after"]
+        kind, run, count = self.kind, self.run["after"], self.count
 
-        def after(x: Tensor, u: Tensor, s: Any, c: Any) -> tuple[Tensor, Any]:
+        n, end = len(self.trace.coeffs), len(self.trace.coeffs) + len(self.more)
+
+        def after(
+            x: Tensor, u: Tensor, s: Any, c: Any, *means: Tensor
+        ) -> tuple[Tensor, Any]:
             due = due_place is None or c[due_place]
             if due is False:
                 return u, s
-            moved, *state = run(x, u, *s, *self.scalars_in(c))
+            moved, *state = run(x, u, *s[:count], *c[n:end], *means, *c[:n])
+            state += s[count:]
             if due is True:
                 return moved, kind(*state)
             pairs = [*zip((moved, *state), (u, *s))]  # of a t that is a tensor
@@ -591,10 +698,20 @@ class Making:
 
         return after
 
+    def _after_means(self) -> AfterMeans | None:
+        """Return `Rule.after_means`."""
+        if (run := self.run.get("after_means")) is None:
+            return None
+
+        def measure(x: Tensor, u: Tensor, s: Any, c: Any) -> list[Tensor]:
+            return list(run(x, u, *s[: self.count], *self.scalars_in(c)))
+
+        return AfterMeans(len(self.after_means.results), measure, self.after_tops)
+
     def _init(self) -> Callable[..., Named]:
         """Return `Rule.init`: zeros, or what the class's own init returns."""
         cls, statics, usual, kind = self.cls, self.statics, self.defaults, self.kind
-        where, makers = f"{self.name}.init", self.makers
+        where, makers, draws = f"{self.name}.init", self.makers, self.starts_random
 
         def init(
             p: Tensor, kept: MomentStorage, numbers: dict[str, object] | None = None
@@ -603,7 +720,7 @@ class Making:
                 return kind(*[_first(p, kept, make, None) for make in makers])
             try:
                 found = cls.bare({**statics, **(usual if numbers is None else numbers)})
-                found = found.init(p)
+                found = first_values(found, p, draws)
             except (TypeError, RuntimeError) as error:  # vmap raises the second
                 hint = "None is for zeros, and torch.zeros_like(p) + self.x for full_like"
                 raise TypeError(f"{where}: {error} ({hint})") from error
@@ -630,13 +747,22 @@ class Making:
             return None
         cls, statics, kind, takes = self.cls, self.statics, self.kind, self.names("whole")
         names, rest = kind._fields[self.count :], (None,) * self.count
+        extras = [x for x in self.extras if x in takes]
+        reads = tuple([x for x in takes if x in ("x", *kind._fields[: self.count])])
 
         def mapped(
-            d: Tensor, x: Tensor | None, fields: tuple[Tensor, ...], c: Any
+            d: Tensor, read: tuple[Tensor, ...], fields: tuple[Tensor, ...], c: Any
         ) -> tuple[Tensor, tuple[Tensor, ...]]:
             now = dict(zip(numbers, c.whole[1:]))
-            arguments = {**now, "d": d, "s": kind(*rest, *fields), "t": c.whole[0], "x": x}
-            value = cls.bare({**statics, **now}).whole(*[arguments[name] for name in takes])
+            arguments = {**now, "d": d, "s": kind(*rest, *fields), "t": c.whole[0]}
+            arguments |= dict(zip(reads, read))
+            arguments |= {name: getattr(c, name) for name in extras}
+            me = cls.bare({**statics, **now})
+            if "normal" in takes:
+                # 0 while it is tried, and on meta and fake tensors.
+                place = (*c.whole, 0)[1 + len(numbers)]
+                arguments["normal"] = normal_of(me.seed, c.whole[0] - 1.0, place, d)
+            value = me.whole(*[arguments[name] for name in takes])
             new_d, state = value if names and isinstance(value, tuple) else (value, ())
             right = isinstance(new_d, Tensor) and new_d.shape == d.shape
             if names and (not right or getattr(state, "_fields", ()) != kind._fields):
@@ -659,10 +785,10 @@ class Making:
             return to(new_d, d.dtype), tuple([to(x, y.dtype) for x, y in zip(new, fields)])
 
         digest = text and sha256(text.encode()).hexdigest()
-        return Whole(mapped, names, digest)
+        return Whole(mapped, names, digest, "normal" in takes, reads, self.by_matrix)
 
     def _refuses(
-        self, whole: Whole | None, init: Callable[..., Named], now: object
+        self, whole: Whole | None, init: Callable[..., Named], now: Any
     ) -> Callable[[Tensor], str | None] | None:
         """Return `Rule.refuses`, which tries `whole` on a parameter's shape too."""
         me, method = self.cls.bare(self.statics), getattr(self.cls, "refuses", None)
@@ -679,17 +805,20 @@ class Making:
                     d = torch.empty(p.shape, dtype=torch.float32, device="meta")
                     state = init(d, d.dtype)
                     fields = [getattr(state, name) for name in tried.fields]
-                    given = [d, d.clone(), *fields]
-                    before = [x._version for x in given]
-                    tried.map(d, given[1], tuple(fields), now)
-                    if before != [x._version for x in given]:
+                    read = [d.clone() for _ in tried.reads]
+                    before = [x._version for x in (d, *read, *fields)]
+                    extras = dict.fromkeys(self.extras, torch.ones((), device="meta"))
+                    tried.map(d, tuple(read), tuple(fields), now._replace(**extras))
+                    if before != [x._version for x in (d, *read, *fields)]:
                         raise TypeError(
                             "it writes to d, x or s, where a new tensor is allowed"
                         )
             except NotImplementedError:
                 return None  # an operation that the meta device lacks
             except Exception as error:
-                return f"whole raises {type(error).__name__}: {error}{line_of(error)}"
+                text = f"whole raises {type(error).__name__}: {error}"
+                odd = isinstance(error, AttributeError) or "NoneType" in text
+                return text + _OF_WHOLE * odd + line_of(error)
 
         return refuses
 
@@ -793,15 +922,30 @@ def _without_views(fn: Callable[..., Any], views: dict[int, int], *args: Any) ->
     return [every[views.get(i, len(args) + i)] for i in range(len(results))]
 
 
+def init_draws(cls: Any) -> bool:
+    """Return True if a class has an init that takes `normal`."""
+    return hasattr(cls, "init") and "normal" in inspect.signature(cls.init).parameters
+
+
+def first_values(me: Any, p: Tensor, draws: bool) -> Any:
+    """Return what the init of an instance with hyperparameters returns for p."""
+    if not draws:
+        return me.init(p)
+    return me.init(p, normal=normal_of(me.seed, 0.0, FIRST, whole_field(p, ())))
+
+
 def _first(
     p: Tensor, kept: MomentStorage, make: Callable[..., Codes | Tensor], x: Any
 ) -> Codes | Tensor:
     """Return the first value of a field: x, or zeros for None or a shape."""
-    if make is not whole_field:
+    if make not in (whole_field, number_field):
         zeros = make(p, kept)
         # Clones, because fields share no memory with p.
-        return zeros if x is None else encode(x.clone(), zeros, NEAREST)
-    zeros = whole_field(p, p.shape if x is None else getattr(x, "shape", x))
+        if x is None:
+            return zeros
+        return encode(distribute_like(p, x).clone(), zeros, NEAREST)
+    usual = p.shape if make is whole_field else ()
+    zeros = whole_field(p, usual if x is None else getattr(x, "shape", x))
     if not isinstance(x, Tensor):
         return zeros
     return distribute_like(zeros, whole(x).clone().to(zeros.device, zeros.dtype))
@@ -814,5 +958,5 @@ def _fits(p: Tensor, make: object, x: object) -> bool:
     return x is None or (
         isinstance(x, Tensor)
         and x.is_floating_point()
-        and (make is whole_field or x.shape == p.shape)
+        and (make is whole_field or x.shape == (() if make is number_field else p.shape))
     )

@@ -17,7 +17,7 @@ from optimi_func.core.rule import Rule, Storage
 from optimi_func.core.storage import group_storage, own_names
 from optimi_func.core.torch_private import in_distributed_checkpoint, unwrapped
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import TreeState
+from optimi_func.pure.tree import TreeState, seed_tensor
 from optimi_func.state import convert, stored
 from optimi_func.state.convert import Counterparts, Entry, Group, LoadReport, Match
 from optimi_func.state.describe import describe
@@ -257,10 +257,10 @@ class Checkpoints(Optimizer):
         not have yet is counted as it will be, and DTensors by their local shards.
 
         >>> from optimi_func import AdamW
-        >>> model = torch.nn.Linear(128, 128).bfloat16()
-        >>> print(AdamW(model.parameters(), lr=1e-3, storage="compact").describe())
-        group  tensors  elements       parameters         moments  in codes   bytes   each
-            0        2    16,512  bfloat16 + int8  8bit, bfloat16    99.2 %  84,864  5.140
+        >>> model = torch.nn.Linear(128, 128)
+        >>> print(AdamW(model.parameters(), lr=1e-3).describe())
+        group  tensors  elements  parameters  moments  in codes    bytes    each
+            0        2    16,512     float32  float32     0.0 %  198,144  12.000
         """
         return describe(self.state, self.param_groups, self.rule_of)
 
@@ -278,8 +278,9 @@ class Checkpoints(Optimizer):
         name, in any order and groups. Otherwise they are found by order, as in torch, and
         the optimizer takes names that only the state has. Names may differ by what
         torch.compile ("_orig_mod") and DistributedDataParallel ("module") add.
-        Hyperparameters are loaded, but options about how the step runs are not (storage,
-        kahan_sum, state_dtype, compile, foreach, triton, capturable, gradient_release).
+        Hyperparameters are loaded, by name those of the file's group that holds a group's
+        parameters, but options about how the step runs are not (storage, kahan_sum,
+        state_dtype, compile, foreach, triton, capturable, gradient_release).
         Tensors are copied to the dtypes that fresh state would have, where torch casts all
         to the parameter's. Values that other code keeps in a parameter's state are copied,
         tensors to its device. No parameter is written to. With `eval()`, the mode is loaded
@@ -297,8 +298,10 @@ class Checkpoints(Optimizer):
 
         Raises:
             TypeError: No dict, an entry's value that is no tensor, or codes that were cast.
-            ValueError: Groups, names, hyperparameters, fields or shapes that do not fit.
-                Nothing is loaded then.
+            ValueError: Groups, names, hyperparameters, fields or shapes that do not fit, as
+                names on one side alone (if strict), no name in common, another number of
+                groups (by order), and groups that were joined or divided since and differ
+                in a hyperparameter. Nothing is loaded then.
         """
         if not isinstance(state_dict, dict):
             raise TypeError(f"state_dict={state_dict!r:.80}: allowed is a dict, as saved")
@@ -347,8 +350,9 @@ class Checkpoints(Optimizer):
             ValueError: Parameters without names. Nothing is loaded then.
 
         >>> from optimi_func import AdamW, MuonAdamW
-        >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 4))
-        >>> model.append(torch.nn.Linear(4, 5)).requires_grad_(True)[1].bias = None
+        >>> from torch.nn import Embedding, Linear, Sequential
+        >>> model = Sequential(Embedding(5, 4), Linear(4, 4), Linear(4, 5))
+        >>> model[1].bias = None
         >>> old = AdamW(model.named_parameters(), lr=1e-3)
         >>> old.init_state()
         >>> found = MuonAdamW(model, lr=1e-3).load_fitting(old.state_dict())
@@ -414,12 +418,14 @@ class Checkpoints(Optimizer):
     def _named_entries(self, group: Group, rule: Rule) -> dict[str, Entry]:
         """Return the complete entries, by name, of parameters that have or get state."""
         self.refuse_transforms("functional()")
-        how = rule, group_storage(group), group["capturable"]
-        return {
-            name: ensure_state(self.state, {}, f"[{name!r}]", p, *how)
-            for name, p in named_params(group)
-            if "step" in self.state.get(p, {}) or p.requires_grad
-        }
+        storage, entries = group_storage(group), dict[str, Entry]()
+        how = rule, storage, group["capturable"]
+        for name, p in named_params(group):
+            if "step" in self.state.get(p, {}) or p.requires_grad:
+                entry = ensure_state(self.state, {}, f"[{name!r}]", p, *how)
+                seed = seed_tensor(storage, p)
+                entries[name] = entry if seed is None else {**entry, "kahan_comp": seed}
+        return entries
 
     def _first_param(self) -> Tensor:
         groups = self.param_groups

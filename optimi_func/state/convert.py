@@ -499,7 +499,8 @@ def from_tree(state: TreeState) -> dict[str, Entry]:
     """Return the entries of a tree whose parameters are a dict, by name."""
     entries: dict[str, Entry] = {}
     for name, leaf in state.leaves.items():
-        entry = storage.entry_of(leaf.rule_state, leaf.kahan_comp)
+        comp = None if storage.seed_in(leaf.kahan_comp) is not None else leaf.kahan_comp
+        entry = storage.entry_of(leaf.rule_state, comp)
         entries[name] = {**entry, **leaf.running._asdict(), "step": state.step}
     return entries
 

@@ -10,7 +10,7 @@ from optimi_func.core.distributed import to_local
 from optimi_func.core.lists import table
 from optimi_func.core.math import iterated_in
 from optimi_func.core.rule import Rule
-from optimi_func.core.storage import entry_of, group_storage, names_in
+from optimi_func.core.storage import entry_of, group_storage, names_in, seed_of
 from optimi_func.state.convert import Entry, Group
 from optimi_func.state.stored import fresh_like
 
@@ -70,6 +70,8 @@ def _kept(
     local = dict(zip(entry, to_local(list(entry.values()))))
     comp = local.get("kahan_comp")
     name = _name(p.dtype) + ("" if comp is None else f" + {_name(comp.dtype)}")
+    if seed_of(group_storage(group), p) is not None:
+        name += " stochastic"
     coded = any(key.endswith("_q") for key in local)
     moments = ["8bit"] if coded else []
     suffixes = ("kahan_comp", "_q", "_scale")

@@ -263,7 +263,9 @@ def _is_steady(bound: FunctionalOptimizer) -> bool:
     for t in (2.0, 3.0):
         coeffs, _ = bound.rule.advance(t, 1.0, bound.rule.running(), called(bound, 1.0))
         coefficients.append([x for name, x in coeffs._asdict().items() if name != "whole"])
-    mapped = getattr(getattr(bound, "owner", None), "whole", lambda: None)
+    owner = getattr(bound, "owner", None)
+    # Of an instance, because it may be a property.
+    mapped = getattr(owner and owner.with_values(bound), "whole", lambda: None)
     return coefficients[0] == coefficients[1] and "t" not in signature(mapped).parameters
 
 
@@ -353,7 +355,8 @@ def begin(
     p, entry = as_real(p.detach()), {name: as_real(x) for name, x in entry.items()}
     leaf = leaf_to_local(init_leaf(rule, p, storage))
     new, following = entry_of(leaf.state, leaf.comp), ["kahan_comp"]
-    if mask is not None and rule.after is not None:
+    told = rule.measure or rule.after_means or rule.extras  # which are of a step
+    if mask is not None and rule.after is not None and not told:
         # Counts stay, by which a first step would tell that z is the parameter.
         _, x, _ = codes.widen(leaf.p, leaf.comp, leaf_dtype(leaf, leaf.p))
         state = type(leaf.state)(*[decode(s, x.dtype) for s in leaf.state])

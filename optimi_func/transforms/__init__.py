@@ -3,7 +3,8 @@
 The result is a `PureOptimizer` too. `init(params)` makes a state and `step(params, grads,
 state)` a step, so that transforms nest:
 
-    apply_if_finite(every_k(chain(clip_global_norm(1.0), adamw(lr=schedule)), 4))
+    clipped = chain(clip_global_norm(1.0), adamw(lr=schedule))
+    apply_if_finite(every_k(clipped, 4))
 
 A state is a NamedTuple, its last field the inner optimizer's state. No step depends on
 values of tensors, so that each compiles into one graph, vmaps and differentiates.

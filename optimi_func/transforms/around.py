@@ -66,7 +66,8 @@ class Every(Around[EveryState], state=EveryState, name="every_k"):
 def every_k(optimizer: PureOptimizer, k: int, *, reduction: Reduction = "mean") -> Every:
     """Step once every k calls, along the mean or the sum of their gradients.
 
-        s <- s + g;   every k-th call: step along s / k ("mean") or s ("sum"), then s <- 0
+        s <- s + g
+        every k-th call: step along s / k ("mean") or s ("sum"), then s <- 0
 
     Exact: k micro-batches of one size, each with the mean of its losses, make the step of
     the whole batch. Sums are float32, or float64 for float64 parameters. Between steps the
@@ -74,7 +75,8 @@ def every_k(optimizer: PureOptimizer, k: int, *, reduction: Reduction = "mean") 
 
     Every call computes a step and all but the k-th discard it, because a graph has no
     branches; a loop in eager mode saves that by adding up gradients itself. A leaf whose
-    k-th gradient is None does not move in that step and keeps its sum for the next.
+    k-th gradient is None does not move in that step and keeps its sum for the next. If
+    it is None in another call, the mean is over k nevertheless.
 
     Args:
         optimizer: The optimizer.

@@ -18,7 +18,8 @@ T = TypeVar("T")
 def ascent(params: T, grads: PyTree, rho: Scalar = 0.05, adaptive: bool = False) -> T:
     """Return the point at a distance of rho up the gradient, where SAM evaluates.
 
-        p + rho * g / |g|,   or with adaptive  p + rho * T^2 g / |T g|,  T = |p| + 0.01
+        p + rho * g / |g|
+        p + rho * T^2 g / |T g|,  T = |p| + 0.01      with adaptive
 
     |g| is the norm of all gradients. Sharpness-aware minimization is a step of any
     optimizer from params, along the gradients at this point. A parameter without a gradient
@@ -40,7 +41,8 @@ def ascent(params: T, grads: PyTree, rho: Scalar = 0.05, adaptive: bool = False)
 
     >>> import torch
     >>> from optimi_func import sgd
-    >>> opt, gradient = sgd(lr=0.25), torch.func.grad(lambda p: (p * p).sum() / 2)
+    >>> opt = sgd(lr=0.25)
+    >>> gradient = torch.func.grad(lambda p: (p * p).sum() / 2)
     >>> p = torch.tensor([3.0, 4.0])
     >>> near = ascent(p, gradient(p), rho=1.0)
     >>> opt.step(p, gradient(near), opt.init(p))[0]  # p - (p + p / 5) / 4

@@ -47,7 +47,7 @@ class GradientTransform:
         params: the flat parameters, as wide as the gradients
         paths: the keys of each parameter, joined by dots, as "body.0.weight"
         those of `numbers`: their values at this step
-        any other: an extra of the caller's, as in step(params, grads, state, loss=loss)
+        any other: an extra of the caller's, as step(..., state, loss=loss)
 
     Attributes:
         init: `params -> state`, a pytree of tensors; `()` if there is nothing to keep.
@@ -218,7 +218,8 @@ def chain(*parts: GradientTransform | PureOptimizer) -> Chain:
     >>> p
     tensor([-0.6000, -0.8000])
     >>> opt = chain(sgd(lr=0.5), clip_global_norm(1.0))
-    >>> opt.step(p, torch.tensor([3.0, 4.0]), opt.init(p))[0]  # u was (-1.5, -2)
+    >>> g = torch.tensor([3.0, 4.0])
+    >>> opt.step(p, g, opt.init(p))[0]  # u was (-1.5, -2)
     tensor([-1.2000, -1.6000])
     """
     at = [i for i, x in enumerate(parts) if not isinstance(x, GradientTransform)]

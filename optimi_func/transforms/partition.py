@@ -251,11 +251,12 @@ def partition(
             is not selected and there is no rest.
 
     >>> from optimi_func import adamw, lion
-    >>> opt = partition((lambda path, p: p.dim() == 2, lion(lr=0.1)), rest=adamw(lr=0.2))
+    >>> matrices = lambda path, p: p.dim() == 2
+    >>> opt = partition((matrices, lion(lr=0.1)), rest=adamw(lr=0.2))
     >>> params = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
     >>> state = opt.init(params)
     >>> state.parts[0].leaves
-    {'weight': LeafState(State(exp_avg=tensor([[0., 0.],
+    {'weight': LeafState(Momentum(exp_avg=tensor([[0., 0.],
             [0., 0.]])), kahan_comp=None), 'bias': Elsewhere()}
     """
     selects, optimizers = check_parts("partition", parts, rest)

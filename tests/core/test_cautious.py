@@ -146,3 +146,18 @@ def test_a_gradient_that_only_the_state_has_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'states' with cautious=True"):
         model(torch.randn(8, 4)).square().mean().backward()
     handle.remove()
+
+
+@pytest.mark.full
+def test_kernels_measure_masks_by_the_step_of_each_parameter() -> None:
+    """A parameter that has had no gradient before shares its kernel with another."""
+    drawn, ends = torch.Generator().manual_seed(0), list[Tensor]()
+    start, *gs = torch.randn(31, 100, 100, generator=drawn).unbind()
+    for how in ({"compile": True}, EAGER):
+        ps = [start.clone().requires_grad_() for _ in range(2)]
+        optimizer = optimi_func.NAdam(ps, lr=0.1, cautious=True, **how)
+        for i, g in enumerate(gs):
+            ps[0].grad, ps[1].grad = g.clone(), g.clone() if i >= 28 else None
+            optimizer.step()
+        ends.append(ps[1].detach())
+    assert_moved_alike(start, *ends, 1e-5)

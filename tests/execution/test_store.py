@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,6 +116,11 @@ def other_facts(path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"[1, 2]", b"[2, 1]"))
 
 
+def before_02(path: Path) -> None:
+    text = CODE + b"[1, 2]" + (6).to_bytes(4, "big")
+    path.write_bytes(text + sha256(KEY.encode() + text).digest())
+
+
 def swapped(path: Path) -> None:
     store.keep(OTHER, str(path.parents[1] / "library.so"), [1, 2])
     os.replace(entry(path.parent, OTHER), path)
@@ -141,6 +147,7 @@ BROKEN: dict[str, Any] = {
     "edited": edited,
     "longer": longer,
     "other facts": other_facts,
+    "without a compiler's name": before_02,
     "of another key": swapped,
     "a link": linked,
     "a pipe": piped,
@@ -209,8 +216,11 @@ def test_a_folder_that_cannot_be_written_costs_only_time(
     place.mkdir(mode=0o700)
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, full)
-        store.keep(KEY, library, None)
-    assert "No space left" in caplog.text
+        for _ in range(2):
+            store.keep(KEY, library, None)
+    # Nothing can be kept of each kernel of a step; it says so once.
+    (said,) = caplog.records
+    assert "not kept" in said.getMessage() and "No space left" in said.getMessage()
     assert list(place.iterdir()) == []
 
 
@@ -407,9 +417,7 @@ INGREDIENTS: dict[str, Any] = {
     "the C library": lambda m: m.setattr(os, "confstr", lambda name: "glibc 9"),
     "sources": lambda m: m.setattr(store, "_sources", lambda: "0"),
     "processor": lambda m: m.setattr(store, "_processor", lambda: ["flags: sse"]),
-    "compiler": lambda m: m.setattr(store, "_version", lambda *x: "g++ 99"),
     "a variable of Inductor's": lambda m: m.setenv("ATEN_CPU_CAPABILITY", "avx2"),
-    "a variable of the compiler's": lambda m: m.setenv("CPATH", "/elsewhere"),
     "settings": lambda m: m.setattr(store, "changed_settings", lambda: ["simdlen=256"]),
 }
 
@@ -430,6 +438,30 @@ def test_the_key_depends_on_the_machine(part: str, monkeypatch: Any) -> None:
     assert key() == before
 
 
+# What a compiler may be, and whether what another has made is loaded with it.
+MADE_WITH: dict[str, tuple[Any, bool]] = {
+    "another version": (lambda m: m.setattr(store, "_version", lambda *x: "g++ 99"), False),
+    "other headers": (lambda m: m.setenv("CPATH", "/elsewhere"), False),
+    "none": (lambda m: m.setattr(store, "_version", lambda *x: ""), True),
+}
+
+
+@pytest.mark.parametrize("which", MADE_WITH)
+def test_the_compiler_is_a_fact_of_an_entry(
+    which: str, place: Path, library: str, monkeypatch: Any
+) -> None:
+    (change, loaded), before = MADE_WITH[which], key()
+    store.keep(before, library, None)
+    change(monkeypatch)
+    assert key() == before and (store.find(before) is not None) == loaded
+    if not loaded:  # It is made again, in its place.
+        store.keep(before, library, None)
+        assert store.find(before) is not None
+        monkeypatch.undo()
+        monkeypatch.setenv(store.VARIABLE, str(place))
+        assert store.find(before) is None
+
+
 def test_the_key_does_not_depend_on_folders(monkeypatch: Any) -> None:
     before = key()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
@@ -445,6 +477,8 @@ def test_settings_count_by_their_values() -> None:
     with config.patch({"cpp.simdlen": 256}):
         assert key() != before
     with config.patch({"cpp.simdlen": None}):
+        assert key() == before
+    with config.patch({"cpp.cxx": (None, "cc")}):  # of which entries have the version
         assert key() == before
     assert key() == before
 
@@ -631,6 +665,45 @@ def test_a_new_process_loads_no_compiler(place: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "1").exists()
 
 
+CHECKS = """
+import sys
+from optimi_func import warm
+sys.argv = ["warm", "AdamW", "--check"]
+warm.main()
+assert not [x for x in COMPILERS if x in sys.modules]
+"""
+
+
+@pytest.mark.full
+def test_a_warm_store_serves_where_no_compiler_is(place: Path) -> None:
+    """Kernels step there, bit for bit; --check says what is kept, or why not."""
+    nowhere = {"CXX": "/nonexistent", "PATH": "/nonexistent"}
+
+    def checked(**variables: str) -> tuple[int, str]:
+        program = CHECKS.replace("COMPILERS", repr(COMPILERS))
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | variables,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.returncode, done.stdout
+
+    code, said = checked(**nowhere)
+    assert code == 1 and said.count("never kept") == 2 and f"{place}: writable" in said
+    assert list(place.iterdir()) == []
+    cold = said_by(COUNTS)
+    assert cold[:-1] == ["_compile_now", "_compile"]
+    assert said_by(COUNTS, **nowhere) == cold[-1:]
+    code, said = checked(**nowhere)
+    assert code == 0 and said.count(": kept\n") == 2
+    others = (("ATEN_CPU_CAPABILITY", "avx2", "environment"), ("CPATH", "/x", "compiler"))
+    for name, value, part in others:
+        code, said = checked(**{name: value})
+        assert code == 1 and said.count(f"kept with other {part}") == 2, said
+
+
 @pytest.mark.full
 def test_warm_finds_the_kernels_of_every_kind_that_it_kept(alone: Path) -> None:
     """Adafactor's take whole matrices."""
@@ -717,7 +790,8 @@ def test_no_compiler_is_imported_to_say_that_there_is_none(
     variable: str, value: str, said: str
 ) -> None:
     script = SWITCHED_OFF.replace("COMPILERS", repr(COMPILERS))
-    assert said in " ".join(said_by(script, **{variable: value}))
+    own = {variable: value, store.VARIABLE: "0"}
+    assert said in " ".join(said_by(script, **own))
 
 
 def test_a_stance_and_a_switch_come_before_the_store(monkeypatch: Any) -> None:
@@ -740,6 +814,9 @@ def test_a_stance_and_a_switch_come_before_the_store(monkeypatch: Any) -> None:
     with torch._dynamo.config.patch(disable=True), pytest.raises(kernels.SwitchedOffError):
         compile_kernel(key, scalars)
     with config.patch({"cpp.cxx": (None, "/nonexistent")}):
+        with pytest.raises(Asked):
+            compile_kernel(key, scalars)
+        monkeypatch.setattr(store, "find", lambda key: None)
         with pytest.raises(RuntimeError, match="'/nonexistent' can be called"):
             compile_kernel(key, scalars)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
@@ -781,8 +858,11 @@ def test_where_nothing_can_be_kept_no_later_process_is_promised_it(
     (tmp_path / "file").touch()  # in which no folder can be made, for root neither
     monkeypatch.setenv(store.VARIABLE, str(tmp_path / "file" / "store"))
     monkeypatch.setattr(store, "_said", set())
-    store.tell("adam_float32", True)
-    assert "as in each process" in caplog.text
+    for _ in range(2):
+        store.tell("adam_float32", True)
+        store.keep(KEY, __file__, None)
+    told, kept = (x.getMessage() for x in caplog.records)
+    assert told.endswith("as in each process") and "Not a directory" in kept
 
 
 def test_a_terminal_is_told_where_nobody_logs(monkeypatch: Any, capsys: Any) -> None:

@@ -220,7 +220,7 @@ def coeffs(t: Scalar) -> Coeffs:
 
 
 def centred(d: Tensor, x: Any, fields: Any, c: Coeffs) -> Any:
-    assert x is None
+    assert x == ()
     return (d - d.mean()) * c.momentum, fields
 
 
@@ -265,7 +265,7 @@ def test_three_passes_are_the_pipelines_step(executor: Any, comp: bool) -> None:
         slots = make_slots(names, rule, columns, own)
         with torch.no_grad():
             inputs = Step(columns, packed, at, True)
-            launches, _ = Plan(rule, slots).launches(executor, inputs, lambda: None)
+            launches, _ = Plan(rule, slots, ()).launches(executor, inputs, lambda: None)
             run_launches(launches, inputs, False)
         for i, want in enumerate(wanted):
             torch.testing.assert_close(there[0][i], want.p, rtol=1e-2, atol=1e-5)
@@ -278,13 +278,9 @@ def test_three_passes_are_the_pipelines_step(executor: Any, comp: bool) -> None:
 
 
 def test_a_map_goes_with_no_other_cut() -> None:
-    def after(x: Tensor, u: Tensor, s: State, c: Coeffs) -> Any:
-        return u, s
-
     means = Means(1, lambda *_: [], lambda *_: torch.ones(()))
-    for more in ({"after": after}, {"means": means}):
-        with pytest.raises(ValueError, match="centred: whole goes with neither after nor"):
-            Rule("centred", State, init, coeffs, look_ahead, whole=Whole(centred), **more)
+    with pytest.raises(ValueError, match="centred: whole does not go with means"):
+        Rule("centred", State, init, coeffs, look_ahead, means=means, whole=Whole(centred))
     with pytest.raises(ValueError, match=r"centred: whole_fields=.'b',. are not the last"):
         Rule("centred", State, init, coeffs, look_ahead, whole=Whole(centred, ("b",)))
 
@@ -342,5 +338,20 @@ def test_parts_of_a_step_leave_the_fields_alone() -> None:
     d = a + b + 0.1 * start
     rows, sides = d.square().mean(-1, keepdim=True), 0.1 * start.square().mean()
     torch.testing.assert_close(optimizer.state[p]["row_avg"], rows)
-    d = (d - d.mean()) / (rows.sqrt() + 6 * sides)
+    d = (d - d.mean() + a + b) / (rows.sqrt() + 6 * sides)
     torch.testing.assert_close(p.detach(), start - 0.1 * d - 0.001 * start)
+
+
+@pytest.mark.parametrize("storage", [None, "compact"])
+def test_a_map_reads_moments_as_they_are_stored(storage: Any) -> None:
+    """The class decodes them, and the pure step, which has them in float32, rounds them."""
+    p = nn.Parameter(torch.randn(64, 96).bfloat16())
+    optimizer = Mapped([p], storage=storage, **EAGER)
+    value = mapped(lr=0.1, weight_decay=0.01)
+    tree = p.detach().clone()
+    state = value.init(tree, storage=storage)
+    for i in range(3):
+        (p.grad,) = given([p], i)
+        tree, state = value.step(tree, p.grad, state)
+        optimizer.step()
+    assert torch.equal(p, tree)

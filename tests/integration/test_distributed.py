@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import CLASSES, MEASURED
+from cases import CLASSES, MEASURED, SENSITIVE
 from shards import (
     EAGER,
     assert_close,
@@ -32,8 +32,8 @@ from worlds import gathered, in_turn, raises, world
 import optimi_func
 from optimi_func import AdamW, StableAdamW, compiled, prepare_for_gradient_release
 
-# Beside the names of rules: AdamW with a mask, whose share is of the whole tensor.
-CAUTIOUS = "cautious"
+# Beside the names of rules: AdamW with what is measured over the whole tensor.
+OPTIONS: dict[str, dict[str, Any]] = {"cautious": {"cautious": True}, "mars": {"mars": 0.1}}
 
 
 def shapes() -> list[tuple[int, ...]]:
@@ -64,10 +64,12 @@ def rule(name: str, foreach: bool) -> Callable[[list[Any]], Any]:
     """An optimizer that steps eagerly or by foreach."""
     way = {"foreach": True} if foreach else EAGER
     more: dict[str, Any] = {"momentum": 0.9} if name == "sgd" else {}
-    if name == CAUTIOUS:
-        name, more = "adamw", {"cautious": True}
-    if name == "soap":  # a basis of 5000 x 5000 takes minutes
+    if name in OPTIONS:
+        name, more = "adamw", OPTIONS[name]
+    if name in SENSITIVE:  # a basis of 5000 x 5000 takes minutes
         more = {"max_precond_dim": 1000}
+    if name == "kron":
+        more = {"max_size_triangular": 1000}
     return lambda ps: CLASSES[name](ps, lr=1e-2, weight_decay=0.1, **more, **way)
 
 
@@ -79,7 +81,7 @@ def moved_whole(name: str, dtype: torch.dtype, foreach: bool) -> Any:
 def compare_rules(
     place: Callable[[Tensor], Any],
     ways: list[bool],
-    names: Iterable[str] = (*CLASSES, CAUTIOUS),
+    names: Iterable[str] = (*CLASSES, *OPTIONS),
 ) -> None:
     for name in names:
         for dtype in (torch.float32, torch.bfloat16):
@@ -109,13 +111,14 @@ def compare_rules(
                         assert x.placements == p.placements, field
                         assert x.dtype == known[field].dtype
                         part, other_part = x.to_local(), place(known[field]).to_local()
-                        exact = name not in (*MEASURED, CAUTIOUS) or field != "kahan_comp"
-                        exact = exact and (name != "prodigy" or field == "p0")
+                        exact = name not in (*MEASURED, *OPTIONS) or field != "kahan_comp"
+                        kept = {"prodigy": "p0", "mars": "prev_grad"}.get(name, field)
+                        exact = exact and field == kept
                         assert not exact or torch.equal(part, other_part), field
 
 
 def compare_leaf(name: str, ours: Tensor, theirs: Tensor) -> None:
-    if name in (*MEASURED, CAUTIOUS):
+    if name in (*MEASURED, *OPTIONS):
         tolerance = 1e-5 if ours.dtype == torch.float32 else 1e-2
         assert torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
     else:

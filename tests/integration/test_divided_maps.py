@@ -11,11 +11,22 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from mapped import Mapped, mapped
-from shards import EAGER, by_rows, flat_mesh, full, loss_of, placed, snapshot
+from measured import allocated_by
+from shards import (
+    EAGER,
+    assert_close,
+    by_rows,
+    flat_mesh,
+    full,
+    loss_of,
+    placed,
+    snapshot,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.flop_counter import FlopCounterMode
 from worlds import gathered, raises, world
 
@@ -25,6 +36,7 @@ from optimi_func import (
     MuonAdamW,
     NorMuon,
     adafactor,
+    muon,
     normuon,
     prepare_for_gradient_release,
 )
@@ -43,7 +55,7 @@ class Sent:
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self.elements = 0
+        self.elements = self.all = 0  # `all` are messages of any kind
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -58,7 +70,9 @@ class Sent:
         for name in kept:
             setattr(dist, name, partial(message, name))
         try:
-            yield
+            with CommDebugMode() as messages:
+                yield
+            self.all += messages.get_total_counts()
         finally:
             for name, function in kept.items():
                 setattr(dist, name, function)
@@ -78,7 +92,9 @@ def stepped(shapes: Shapes, place: Callable[[Tensor], Any], **options: Any) -> A
             continue
         with flops, sent.counted():
             optimizer.step()
-    return [full(p) for p in params], flops.get_total_flops(), sent
+    found = [full(p).clone() for p in params]
+    most = allocated_by(optimizer.step, tries=4)
+    return found, flops.get_total_flops(), sent, most
 
 
 @cache
@@ -132,7 +148,9 @@ def test_fields_of_a_map_and_the_parameters_that_it_reads_travel_too() -> None:
         (Mapped, mapped, {}, shapes),
         (Adafactor, adafactor, factored, shapes),
         (Normed, Normed.pure, {}, shapes),
-        (NorMuon, normuon, {"split": 2}, [(8, 5), (3, 6, 4), (8, 2, 3, 3), (2, 0)]),
+        (NorMuon, normuon, {"split": 2}, even := [(8, 5), (3, 6, 4), (8, 2, 3, 3), (2, 0)]),
+        (Muon, muon, {"element_beta": 0.9, "adjust_lr_fn": "nuclear"}, even),
+        (Muon, muon, {"split": 2, "hyperball": True, "weight_decay": 0.0}, even),
     ]
 
     def train(rule: Any, place: Any, dtype: torch.dtype, **how: Any) -> Any:
@@ -165,6 +183,8 @@ def test_fields_of_a_map_and_the_parameters_that_it_reads_travel_too() -> None:
         _, alone, _ = train(rule, lambda x: x, dtype)
         for place, options, messages in ways:
             kept, found, names = train(rule, place, dtype, **options)
+            if "hyperball" in rule[2]:  # whose stack a second dimension divides
+                messages = messages or ["all_to_all_single"] * 2
             for some, want in zip(found, alone):
                 assert all(map(torch.equal, some, want)), (rule[0], messages, dtype)
             # The first tells that all have the same to do.
@@ -208,15 +228,18 @@ def test_each_matrix_has_one_owner_and_the_step_is_that_of_one_process() -> None
     if n == 4:
         half = shards[0], 1 / 2, 1 / 2
         ways.append(("copies of shards", placed(plane(), Replicate(), Shard(0)), {}, *half))
-        # Two dimensions cut: every process gathers and maps all, as before.
-        alone = [], 1.0, 0.0
-        ways.append(("shards of shards", placed(plane(), Shard(0), Shard(1)), {}, *alone))
+        # Two dimensions cut: every process gathers and maps all.
+        few = [(7, 5), (8, 2, 3, 3)]
+        alone, whole, *_ = stepped(few, lambda x: x)
+        found, flops, sent, _ = stepped(few, placed(plane(), Shard(0), Shard(1)))
+        assert all(map(torch.equal, found, alone))
+        assert (flops, sent.names) == (whole, [])
     for shapes in (TRANSFORMER + ODD, ODD):
-        alone, whole, sent = stepped(shapes, lambda x: x)
+        alone, whole, sent, _ = stepped(shapes, lambda x: x)
         assert not sent.names
         elements = sum(x.numel() for x in alone)
         for name, place, options, names, work, received in ways:
-            found, flops, sent = stepped(shapes, place, **options)
+            found, flops, sent, _ = stepped(shapes, place, **options)
             assert all(map(torch.equal, found, alone)), name
             # First, in a few bytes, that all have the same to do.
             assert sent.names == ["all_gather"] * bool(names) + names, (name, sent.names)
@@ -235,15 +258,102 @@ def test_fewer_matrices_than_processes_and_one_that_is_larger_than_all() -> None
         (lambda x: x, {"process_group": dist.group.WORLD}),
     ):
         for shapes in ([(64, 64), *[(8, 8)] * 6], [(5, 7)], [(0, 3), (4, 4)]):
-            alone, _, _ = stepped(shapes, lambda x: x)
-            found, flops, _ = stepped(shapes, place, **options)
+            alone, *_ = stepped(shapes, lambda x: x)
+            found, flops, *_ = stepped(shapes, place, **options)
             assert all(map(torch.equal, found, alone))
-            _, largest, _ = stepped(shapes[:1], lambda x: x)
+            _, largest, *_ = stepped(shapes[:1], lambda x: x)
             every = sorted(gathered(flops))
             if len(shapes) == 7:  # its owner has nothing else
                 assert every[-1] == largest
             if len(shapes) == 1:
                 assert every == [0] * (n - 1) + [largest]
+
+
+@world(full=[2, 4])
+def test_experts_are_mapped_where_they_lie_or_divided_by_expert() -> None:
+    """Messages, flops and bytes of each process; 5 experts leave one of 4 without any."""
+    n, flat = dist.get_world_size(), flat_mesh()
+    group = {"process_group": dist.group.WORLD}
+    copies, shards = ["all_gather"] * 2, ["all_gather", *["all_to_all_single"] * 2]
+    for count, cut in ((8, None), (5, [3, 2] if n == 2 else [2, 2, 1, 0])):
+        parts = [count * (i + 1) // n - count * i // n for i in range(n)]
+        ways: list[Any] = [
+            (placed(flat, Shard(0)), {}, [], cut or parts),
+            (placed(flat, Replicate()), {}, copies, parts),
+            (lambda x: x, group, copies, parts),
+            (placed(flat, Shard(2)), {}, shards, parts),
+        ]
+        if n == 4:
+            half = [count // 2, count - count // 2] * 2
+            ways += [(placed(plane(), Replicate(), Shard(0)), {}, [], half)]
+            quarters = [2, 2, 2, 2] if cut is None else [2, 1, 1, 1]
+            ways += [(placed(plane(), Shard(0), Shard(0)), {}, [], quarters)]
+            ways += [(placed(plane(), Shard(0), Shard(1)), {}, shards, quarters)]
+            ways += [(placed(plane(), Shard(2), Shard(0)), {}, shards, quarters)]
+        alone, whole, _, most = stepped([(count, 128, 64)], lambda x: x)
+        for i, (place, options, messages, experts) in enumerate(ways):
+            found, flops, sent, held = stepped([(count, 128, 64)], place, **options)
+            assert all(map(torch.equal, found, alone)), i
+            assert sent.names == messages and (messages or not sent.all), (i, sent.names)
+            every = sorted(gathered(flops))
+            assert every == [whole * k // count for k in sorted(experts)], (i, every)
+            # Copies have a whole direction, and gather results.
+            share = max(experts) / count if not messages else 0.8
+            assert held <= share * most + 2048, (i, held, most)
+    # A process that has nothing else takes parts of two lengths of one bank.
+    for place, options, *_ in ways[1:3]:
+        alone, *_ = stepped(shapes := [(96, 96), (5, 8, 8)], lambda x: x)
+        found, *_ = stepped(shapes, place, **options)
+        assert all(map(torch.equal, found, alone))
+
+
+class Experts(nn.Module):
+    """Eight experts, of which every one sees every row, in blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.up = nn.Parameter(torch.randn(8, 64, 96) / 8)
+        self.down = nn.Parameter(torch.randn(8, 96, 64) / 80)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (torch.einsum("bi,eij->ebj", x, self.up).tanh() @ self.down).sum(0)
+
+
+@world(full=[2, 4])
+def test_a_bank_of_experts_waits_for_no_other_under_release() -> None:
+    n, group = dist.get_world_size(), dist.group.WORLD
+    for is_sharded, release in product((True, False), (False, True)):
+        model = nn.Sequential(Experts(), Experts())
+        for part in (*model, model) if is_sharded else ():
+            fully_shard(part, mesh=flat_mesh())
+        start, how = snapshot(model), {} if is_sharded else {"process_group": group}
+        how |= {"gradient_release": release, **EAGER}
+        optimizer = Muon(model.named_parameters(), lr=1e-2, **how)
+        flops, counts = watched(optimizer)
+        if release:
+            prepare_for_gradient_release(model, optimizer)
+        for i in range(2):
+            torch.manual_seed(i)  # the same in all processes
+            loss_of(model, torch.randn(3, 64)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if not release:
+            ends = snapshot(model)
+        assert_close(snapshot(model), ends, start, 1e-6)
+        assert all(x == sum(flops) for x in gathered(sum(flops)))
+        if release:
+            assert [x for x in counts if x] == [1] * 8, counts
+    alone = nn.Sequential(Experts(), Experts())
+    optimizer = Muon(alone.named_parameters(), lr=1e-2, **EAGER)
+    whole, _ = watched(optimizer)
+    for i in range(2):
+        torch.manual_seed(i)
+        loss_of(alone, torch.randn(3, 64)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_close(ends, snapshot(alone), start, 1e-5)
+    assert n * sum(flops) == sum(whole)
 
 
 class Blocks(nn.Module):
@@ -405,6 +515,54 @@ def test_weights_or_hyperparameters_that_differ_are_named_before_any_write() -> 
                 optimizer.step()
         else:
             optimizer.step()
+
+
+@world(full=[2])
+def test_a_parameter_that_thaws_later_is_compared_and_steps_in_both_parts() -> None:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)]
+    model: Any = nn.Sequential(*layers)
+    model[0].requires_grad_(False)
+    alone = copy.deepcopy(model)
+    how: dict[str, Any] = {"lr": 0.1, "adamw_lr": 0.01, **EAGER}
+    optimizer = MuonAdamW(model, process_group=group, **how)
+    other = MuonAdamW(alone, **how)
+
+    def fill(net: Any, thawed: str, lacks: str = "") -> None:
+        for name, p in net.named_parameters():
+            p.requires_grad_(name[0] != "0" or thawed in (name, "all"))
+            has = p.requires_grad and name != lacks
+            p.grad = torch.full_like(p, 0.5) if has else None
+
+    def both(thawed: str = "") -> None:
+        for net, one in ((model, optimizer), (alone, other)):
+            fill(net, thawed)
+            one.step()
+        for p, q in zip(model.parameters(), alone.parameters()):
+            ours, theirs = optimizer.state[p], other.state[q]
+            assert torch.equal(p, q) and ours.keys() == theirs.keys()
+            assert all(torch.equal(x, theirs[k]) for k, x in ours.items())
+
+    lacking = "parameters with gradients of param group"
+    both()
+    for thawed, lacks, lr, text in (
+        ("0.weight", "", 0.01, "other processes do not step the"),
+        ("0.bias", "", 0.01, lacking),
+        ("", "4.weight", 0.01, lacking),
+        ("", "4.bias", 0.01, lacking),
+        ("", "", 0.02, "lr of param group 2: process 1 of the group has 0.02"),
+    ):
+        if rank:
+            optimizer.param_groups[2]["lr"] = lr
+        fill(model, thawed if rank else "", lacks if rank else "")
+        with raises(Exception, text):
+            optimizer.step()
+        optimizer.param_groups[2]["lr"] = 0.01
+        both()
+    for _ in range(2):
+        both("all")
+    assert [optimizer.state[p]["step"].item() for p in model[0].parameters()] == [2, 2]
 
 
 @world(full=[2])

@@ -367,7 +367,7 @@ def test_transformers_trainer_clips_on_the_handle(transformers, tmp_path) -> Non
 
 @pytest.fixture
 def callbacks(transformers, monkeypatch):
-    """The callbacks that docs/trainers.md shows."""
+    """The callbacks that docs/saving.md shows."""
     folder = Path(__file__).parents[2] / "examples" / "trainers"
     monkeypatch.syspath_prepend(str(folder))
     return importlib.import_module("transformers_callbacks")

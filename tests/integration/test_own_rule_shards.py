@@ -4,11 +4,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+from apollo import APOLLO
+from conda import Conda
 from d_adaptation import DAdaptation
 from galore import GaLore
+from kourkoutas import Kourkoutas
 from lars import LARS
 from mars import MARS
-from own_rules import NormedLAMB
+from own_rules import NormedLAMB, Sphere, Tangent
 from peaks import Peak
 from psgd import PSGD
 from sgld import SGLD
@@ -22,11 +25,16 @@ from worlds import world
 RULES: list[tuple[Any, dict[str, Any]]] = [
     (LARS, {"lr": 0.1, "trust": 0.1, "l2": 0.1}),
     (MARS, {"lr": 0.1}),
+    (Kourkoutas, {"lr": 0.1, "eps": 1e-2}),  # and numbers that last
     (NormedLAMB, {"lr": 0.1, "weight_decay": 0.1}),  # and of the direction
     (Peak, {"lr": 0.1}),  # maxima before the direction and of it
+    (Tangent, {"lr": 0.1, "weight_decay": 0.1}),  # and of the finished delta
+    (Sphere, {"lr": 0.1}),  # of a map's
     (PSGD, {"lr": 0.1}),
     (SGLD, {"lr": 0.1}),
     (GaLore, {"lr": 0.1, "rank": 2, "gap": 2}),
+    (APOLLO, {"lr": 0.1, "rank": 2, "gap": 2}),
+    (Conda, {"lr": 0.1, "gap": 2}),  # which reads a moment
     (DAdaptation, {"lr": 0.1, "first": 0.1}),
 ]
 
@@ -44,7 +52,8 @@ def test_steps_of_users_rules_are_those_of_one_process() -> None:
     def train(cls: Any, hyper: Any, cut: int | None, dtype: Any, how: Any) -> list[Any]:
         torch.manual_seed(3)
         put = (lambda x: x) if cut is None else placed(flat_mesh(), Shard(cut))
-        shapes = [(7, 9), (5, 5), (3,)][: 2 if cls in (PSGD, GaLore) else 3]
+        few = cls in (PSGD, GaLore, Sphere, APOLLO, Conda)
+        shapes = [(7, 9), (5, 5), (3,)][: 2 if few else 3]
         params = [nn.Parameter(put(torch.randn(s).to(dtype))) for s in shapes]
         optimizer, value = cls(params, **hyper, **how), cls.pure(**hyper)
         tree = [p.detach().clone() for p in params]
@@ -56,7 +65,8 @@ def test_steps_of_users_rules_are_those_of_one_process() -> None:
             sent.clear()
             with mock.patch.object(dist, "all_reduce", counted):
                 optimizer.step()
-            messages = {LARS: 1, NormedLAMB: 2, Peak: 4}  # one for each round and kind
+            # One for each round and kind.
+            messages = {LARS: 1, Kourkoutas: 1, NormedLAMB: 2, Peak: 4, Tangent: 3}
             if cls in messages and cut is not None:
                 assert len(sent) == messages[cls], (cls, how, cut, len(sent))
             tree, state = value.step(tree, grads, state)
@@ -66,9 +76,9 @@ def test_steps_of_users_rules_are_those_of_one_process() -> None:
         ways: list[Any] = [(torch.float64, EAGER)]
         if cls is SGLD:
             ways.append((torch.float32, EAGER))
-        if cls is LARS:
+        if cls in (LARS, Kourkoutas):
             ways.append((torch.bfloat16, {"foreach": True}))
-        if cls in (LARS, NormedLAMB, Peak):
+        if cls in (LARS, NormedLAMB, Peak, Kourkoutas, Tangent, Sphere):
             ways.append((torch.float32, {"compile": True}))
         for dtype, how in ways:
             alone = train(cls, hyper, None, dtype, how)

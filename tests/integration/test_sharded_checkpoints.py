@@ -1,9 +1,11 @@
 """Distributed checkpoints, which another number of processes may go on from, on gloo."""
 
 import copy
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from cases import CLASSES, ELEMENTWISE
 from shards import (
     EAGER,
+    Net,
     assert_close,
     batch,
     flat_mesh,
@@ -26,10 +29,20 @@ from shards import (
 )
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as sd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from worlds import hand_over, raises, world
 
-from optimi_func import AdamW, ScheduleFreeAdamW, prepare_for_gradient_release
+from optimi_func import (
+    AdamW,
+    MuonAdamW,
+    ScheduleFreeAdamW,
+    hidden_matrices,
+    join_modules,
+    prepare_for_gradient_release,
+)
+from optimi_func.core.distributed import distribute_like
 
 
 @world(full=[2, 4])
@@ -86,6 +99,65 @@ def test_another_number_of_processes_goes_on(
     sizes: tuple[int, int], tmp_path: Path
 ) -> None:
     hand_over(saves, goes_on, sizes, tmp_path / "saved")
+
+
+FLAT = sd.StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def staged() -> tuple[nn.Module, Any]:
+    """Stages of a pipeline: one of each two processes, or both in one optimizer."""
+    parts = [plain(), plain()]
+    for part, others in zip(parts, (("second", "last"), ("first",))):
+        for name in others:
+            setattr(part, name, None)
+    if dist.is_initialized():
+        shape = 2, dist.get_world_size() // 2
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "shards"))
+        model = parts[mesh.get_local_rank("pp")]
+        for layer in model.children() if shape[1] > 1 else ():
+            fully_shard(layer, mesh=mesh["shards"])
+    else:
+        model = join_modules(parts)
+    with torch.device("meta"):
+        choice = hidden_matrices(Net())
+    how = {"lr_multipliers": {"last.*": 0.5}, "ns_dtype": "float64", **EAGER}
+    return model, MuonAdamW(model, 1e-2, hidden=choice, **how)
+
+
+def step_by_name(model: nn.Module, optimizer: Any, steps: range) -> None:
+    """With gradients that parameters of one name have in every world."""
+    for t in steps:
+        for name, p in model.named_parameters():
+            seed = torch.Generator().manual_seed(zlib.crc32(name.encode()) + t)
+            g = torch.randn(p.shape, generator=seed, dtype=p.dtype)
+            p.grad = distribute_like(p, g)
+        optimizer.step()
+
+
+def stages_save(folder: Path) -> None:
+    model, optimizer = staged()
+    step_by_name(model, optimizer, range(3))
+    save(model, optimizer, folder, FLAT)
+
+
+def stages_go_on(folder: Path) -> None:
+    whole = plain()
+    how = {"lr_multipliers": {"last.*": 0.5}, "ns_dtype": "float64", **EAGER}
+    step_by_name(whole, MuonAdamW(whole, 1e-2, **how), range(6))
+    model, optimizer = staged()
+    load(model, optimizer, folder, FLAT)
+    step_by_name(model, optimizer, range(3, 6))
+    for name, p in model.named_parameters():
+        assert torch.equal(full(p), whole.get_parameter(name)), name
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:param_groups")
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2), (4, 1), (2, 4)])
+def test_stages_of_a_pipeline_go_on_as_others(
+    sizes: tuple[int, int], tmp_path: Path
+) -> None:
+    hand_over(stages_save, stages_go_on, sizes, tmp_path / "saved")
 
 
 @world(full=[2])

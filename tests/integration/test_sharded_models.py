@@ -2,9 +2,11 @@
 
 import copy
 import gc
+import math
 import resource
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from shards import (
     hybrid_mesh,
     loss_of,
     mine,
+    placed,
     plain,
     released,
     sharded,
@@ -29,7 +32,7 @@ from shards import (
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -38,7 +41,15 @@ from torch.distributed.tensor.parallel import (
 from worlds import raises, world
 
 import optimi_func
-from optimi_func import ASGD, AdamW, NAdam, Rprop, StableAdamW, prepare_for_gradient_release
+from optimi_func import (
+    ASGD,
+    AdamW,
+    NAdam,
+    Rprop,
+    StableAdamW,
+    clip_grad_norm_,
+    prepare_for_gradient_release,
+)
 
 RELEASES: list[dict[str, Any]] = [
     {},
@@ -62,10 +73,8 @@ RELEASES: list[dict[str, Any]] = [
 FEW = RELEASES[-3:]
 
 
-def compare_models(
-    model: nn.Module, data: Callable[[int], Tensor], clipped: tuple[str, ...] = ("",)
-) -> None:
-    """As one process, with the gradients of some modules clipped together."""
+def compare_models(model: nn.Module, data: Callable[[int], Tensor]) -> None:
+    """As one process, whose gradients torch clips."""
     begin = copy.deepcopy(model.state_dict())
     ways: list[tuple[Any, dict[str, Any]]]
     ways = [(AdamW, EAGER), (StableAdamW, {"foreach": True}), (Rprop, EAGER)]
@@ -78,10 +87,10 @@ def compare_models(
         for net, get in ((single, batch), (model, data)):
             optimizer = cls(net.parameters(), lr=1e-2, **way)
             found.append([])
+            clip = nn.utils.clip_grad_norm_ if net is single else clip_grad_norm_
             for i in range(4):
                 loss_of(net, get(i)).backward()
-                some = [p for n in clipped for p in net.get_submodule(n).parameters()]
-                found[-1].append(full(nn.utils.clip_grad_norm_(some, 0.5)))
+                found[-1].append(clip(net.parameters(), 0.5))
                 optimizer.step()
                 optimizer.zero_grad()
         assert_close(found[1], found[0], [torch.zeros(())] * 4, 1e-9)
@@ -275,15 +284,23 @@ def test_replicated_and_sharded() -> None:
     compare_releases(sharded(hybrid_mesh()), mine, FEW)
 
 
+def messages_of(clip: Callable[[], Tensor]) -> tuple[Tensor, int]:
+    """What a clipping returns, and how many messages it sends."""
+    send, sent = dist.all_reduce, list[Tensor]()
+    dist.all_reduce = lambda x, *given, **how: (sent.append(x), send(x, *given, **how))[1]
+    try:
+        return clip(), len(sent)
+    finally:
+        dist.all_reduce = send
+
+
 @world(full=[2], soak=[4])
 def test_tensor_parallel_among_four_under_fully_shard() -> None:
     plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
     size = dist.get_world_size()
     alone = init_device_mesh("cpu", (size,))
-    # torch clips no DTensor together with another mesh's, or with a plain tensor.
-    clipped = ("first", "second")
     if size < 4:
-        compare_models(parallelize_module(plain(), alone, plan), batch, clipped)
+        compare_models(parallelize_module(plain(), alone, plan), batch)
         compare_releases(parallelize_module(plain(), alone, plan), batch, FEW)
         return
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
@@ -294,8 +311,63 @@ def test_tensor_parallel_among_four_under_fully_shard() -> None:
     def data(i: int) -> Tensor:
         return share(i, mesh["data"].get_local_rank(), 2)
 
-    compare_models(model, data, clipped)
+    compare_models(model, data)
     compare_releases(model, data, FEW)
+    # Of three sets of groups of processes.
+    assert messages_of(lambda: clip_grad_norm_(model.parameters(), 1.0))[1] == 2
+
+
+@world(2, full=[4])
+def test_stages_of_a_pipeline_are_clipped_by_one_norm() -> None:
+    """In a message for each dimension of all meshes, with gradients or without."""
+    size = dist.get_world_size()
+    whole = plain()
+    loss_of(whole, batch(0)).backward()
+    whole.last.weight.grad.zero_()
+    begin = {n: p.grad.clone() for n, p in whole.named_parameters()}
+    for _ in range(2):  # torch's caches give parameters the first of equal meshes
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "shards"))
+        first, place = mesh.get_local_rank("pp") == 0, placed(mesh["shards"], Shard(0))
+        names = [n for n in begin if n.startswith("first") == first]
+        params = [nn.Parameter(place(whole.get_parameter(n).detach())) for n in names]
+    if not first:
+        names.append("buffer")  # a replica: every process of the stage has it
+        params.append(nn.Parameter(torch.ones(2).double()))
+        begin["buffer"] = params[-1].detach().clone()
+    else:
+        begin["buffer"] = torch.ones(2).double()
+    whole.buffer = nn.Parameter(torch.ones(2).double())
+    for order in (1.0, 2.0, 3.0, math.inf):
+        for name, p in whole.named_parameters():
+            p.grad = begin[name].clone()
+        for name, p in zip(names, params):
+            g = begin[name].clone()
+            p.grad = place(g) if isinstance(p, DTensor) else g
+            if name == "last.weight" and dist.get_rank() == size - 1:
+                p.grad = None  # in one process alone, which has to send all the same
+        wanted = nn.utils.clip_grad_norm_(whole.parameters(), 0.3, order)
+        how = {"groups": [mesh["pp"].get_group()]}
+        found, count = messages_of(partial(clip_grad_norm_, params, 0.3, order, **how))
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0.0)
+        assert count == (2 if size == 4 else 1)
+        for name, p in zip(names, params):
+            if name != "last.weight":
+                theirs = whole.get_parameter(name).grad
+                torch.testing.assert_close(full(p.grad), theirs, rtol=1e-12, atol=0.0)
+    p = nn.Parameter(distribute_tensor(torch.ones(2), mesh["pp"], [Replicate()]))
+    p.grad = DTensor.from_local(torch.ones(2), mesh["pp"], [Partial()])
+    params[0].grad = torch.ones_like(params[0])
+    for given, how, text in (
+        ([params[0], p], {}, "params[1].grad has placements (Partial(sum),)"),
+        ([params[0]], {"norm_type": -1}, "norm_type=-1: allowed are"),
+        ([params[0]], {"max_norm": -1.0}, "max_norm=-1.0"),
+    ):
+        with raises(ValueError, text):
+            clip_grad_norm_(given, **{"max_norm": 1.0, **how})
+    assert (full(params[0].grad) == 1.0).all()
+    params[0].grad *= math.nan
+    with raises(RuntimeError, "the norm of order 2.0 is"):
+        clip_grad_norm_(params[:1], 1.0, error_if_nonfinite=True)
 
 
 @world(full=[2])

@@ -32,6 +32,7 @@ from optimi_func.core.rule import Storage
 
 EXACT8 = Storage("exact", "8bit")
 STORAGES = ["compact", EXACT8, Storage("kahan", "8bit"), "exact"]
+STORAGES += [Storage("stochastic", "8bit", 3)]
 # Uneven shards, empty ones, one dimension, and groups that span two; and too small.
 SHAPES = [(130, 64), (2, 4096), (8192,), (129, 64, 32), (5, 7), (3,)]
 

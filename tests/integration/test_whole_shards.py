@@ -111,14 +111,15 @@ def test_the_pure_step_and_a_derivative_through_it() -> None:
             assert torch.equal(full(trees[n]), x)
             assert torch.allclose(full(twins[n]), x, rtol=1e-12, atol=1e-12)
     # By autograd: of the whole update's inner product with something.
-    weights = torch.randn(SHAPES[0], dtype=torch.float64)
-    found = []
-    for put in (lambda x: x, placers()[0]):
-        p = put(starts[0].clone()).requires_grad_()
-        new, _ = muon_step(p, put(grads[0][0]) * p, muon_init(p.detach()), lr=0.1)
-        (new * put(weights)).sum().backward()
-        found.append(full(p.grad))
-    assert torch.allclose(*found, rtol=1e-9, atol=1e-12)
+    for i in (0, 4):  # a matrix, and a stack, which is mapped where it lies
+        weights = torch.randn(SHAPES[i], dtype=torch.float64)
+        found = []
+        for put in (lambda x: x, placers()[0]):
+            p = put(starts[i].clone()).requires_grad_()
+            new, _ = muon_step(p, put(grads[0][i]) * p, muon_init(p.detach()), lr=0.1)
+            (new * put(weights)).sum().backward()
+            found.append(full(p.grad))
+        assert torch.allclose(*found, rtol=1e-9, atol=1e-12)
 
 
 @world(full=[2], soak=[4])

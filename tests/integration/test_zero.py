@@ -14,8 +14,9 @@ from worlds import world
 
 from optimi_func.transforms import centralize, clip_param_norm
 
-# Rules of one parameter at a time; Prodigy joins sums over all of them.
-RULES = sorted({*CLASSES} - {"prodigy"})
+# Rules of one parameter at a time; Prodigy joins sums over all of them, and Kron's noise
+# depends on a parameter's place in its optimizer.
+RULES = sorted({*CLASSES} - {"prodigy", "kron"})
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Module:

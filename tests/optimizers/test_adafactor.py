@@ -221,7 +221,11 @@ def test_states_of_torch_load_and_go_back() -> None:
         ({"decay_rate": 0.8}, ValueError, "decay_rate=0.8"),
         ({"beta1": 1.0}, ValueError, "beta1=1"),
         ({"cautious": True}, ValueError, "cautious=True with adafactor"),
-        ({"storage": "compact"}, ValueError, "keeps no moments in 8 bits"),
+        (
+            {"storage": optimi_func.Storage(moments="8bit")},
+            ValueError,
+            "keeps no moments in 8 bits",
+        ),
     ],
 )
 def test_refusals(options: dict[str, Any], error: Any, text: str) -> None:

@@ -17,6 +17,7 @@ from cases import (
     LR,
     NAMES,
     OPTIONS,
+    SENSITIVE,
     STILL,
     Case,
     assert_moved_alike,
@@ -30,6 +31,7 @@ import optimi_func
 FILES = {Path(inspect.getfile(getattr(optimi_func, name))): 75 for name in NAMES}
 FILES[Path(inspect.getfile(optimi_func.schedule_free_adamw))] = 150  # three rules
 FILES[Path(inspect.getfile(optimi_func.prodigy))] = 90  # and how d follows from the sums
+FILES[Path(inspect.getfile(optimi_func.muon))] = 90  # and the options of three papers
 
 
 def run(case: Case, p, grads, lrs=None):
@@ -52,11 +54,12 @@ def test_equals_the_paper(case: Case, scheduled: bool) -> None:
     ours = run(case, p, grads, lrs)
     theirs = case.reference(p, grads, LR if lrs is None else lrs)
     still = STILL.get(case.name, 0) if case.options.get("silent_sgd_phase", True) else 0
-    still = 0 if case.name == "soap" else still  # it decays
+    still = 0 if case.name in SENSITIVE else still  # they decay
     for _ in range(still):
         assert ours.pop(0).equal(p) and theirs.pop(0).equal(p)
     for got, want in zip(ours, theirs):
-        assert_moved_alike(p, got, want, 1e-12)
+        # Shampoo's first roots are of eigenvalues that are 0 but for rounding.
+        assert_moved_alike(p, got, want, 1e-10 if case.name == "shampoo" else 1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:eps=", "ignore:weight_decay=")
@@ -68,6 +71,7 @@ def test_every_option_changes_the_answer(case: Case) -> None:
         without = {k: v for k, v in case.options.items() if k != name}
         qualified = ["momentum", "decouple_lr", "corrected_decay", "dampening"]
         qualified += ["decouple_wd"] if "cautious_decay" in without else []
+        qualified += ["weight_decay"] if "hyperball" in without else []
         if name in qualified and len(without) > 0:
             continue
         paths = [run(c, p, grads, schedule()) for c in (case, Case(case.name, without))]
@@ -125,7 +129,10 @@ def test_rule_files_are_mathematics(path: Path) -> None:
         (source,) = re.findall(
             r"^__all__ = [^]]*\]\n(.*?)^(?:@dataclass\(frozen|_rules: )", text, re.M | re.S
         )
-    assert re.search("direction|def (whole|scaled|means)", source) or "Rectified," in text
+    assert (
+        re.search("direction|def (whole|directed|scaled|means)", source)
+        or "Rectified," in text
+    )
     tree = ast.parse(source)
     documentation = sum(
         node.value.end_lineno - node.value.lineno + 1

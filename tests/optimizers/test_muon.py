@@ -190,6 +190,8 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"split": 2.0}, ValueError, r"split=2\.0: allowed are a number"),
     ({"momentum": 1.0}, ValueError, r"momentum=1\.0: allowed is finite.*below 1"),
     ({"eps": -1.0}, ValueError, r"eps=-1\.0"),
+    ({"element_beta": 1.0}, ValueError, r"element_beta=1\.0: allowed is finite.*below 1"),
+    ({"hyperball": True}, ValueError, r"weight_decay=0\.1: allowed is 0 with hyperball"),
 ]
 
 
@@ -313,8 +315,11 @@ def test_a_loaded_rule_of_torchs_is_its_own() -> None:
         {"ns_coefficients": "quintic"},
         {"split": 2},
         {"maximize": True},
+        {"element_beta": 0.9},
+        {"adjust_lr_fn": "nuclear"},
+        {"hyperball": True, "weight_decay": 0.0},
     ):
-        (name,) = options
+        name = next(iter(options))
         with pytest.raises(ValueError, match=f"cannot go on with {name}="):
             started(Muon, [(4, 4)], **options, **EAGER)[1].torch_state_dict()
 
@@ -342,7 +347,7 @@ def test_parts_of_a_gradient_in_the_momentum(nesterov: bool) -> None:
     assert_moved_alike(start, p.detach(), want, 1e-12)
 
 
-# NorMuon
+# AdaMuon, PolarGrad, Hyperball
 
 
 FIELD = "second_momentum_buffer"
@@ -358,6 +363,120 @@ def trained(make: Any, shapes: list[Any], steps: int = 60) -> tuple[list[Any], A
             p.grad = torch.randn(p.shape, dtype=DOUBLE) * (0.01 + i % 7)
         optimizer.step()
     return ps, optimizer
+
+
+def stepped(rule: Any, tree: Any, grads: list[Any]) -> tuple[Any, Any]:
+    """Parameters and state after a step for each tree of gradients."""
+    state = rule.init(tree)
+    for now in grads:
+        tree, state = rule.step(tree, now, state)
+    return tree, state
+
+
+MORE: dict[str, dict[str, Any]] = {
+    "adamuon": {"element_beta": 0.8},
+    "polargrad": {"adjust_lr_fn": "nuclear"},
+    "hyperball": {"hyperball": True},
+    "all": {"element_beta": 0.8, "adjust_lr_fn": "nuclear", "hyperball": True},
+}
+
+
+@pytest.mark.parametrize("options", MORE.values(), ids=MORE)
+def test_options_are_of_each_matrix(options: Any) -> None:
+    torch.manual_seed(1)
+    whole, grads = torch.randn(6, 4, dtype=DOUBLE), torch.randn(5, 6, 4, dtype=DOUBLE)
+    how = {"lr": 0.1, "weight_decay": 0.0, **options}
+    rules = {
+        "alone": (muon(**how), lambda x: list(x.split(2))),
+        "rows": (muon(**how, split=(2, 2, 2)), lambda x: [x]),
+        "stack": (muon(**how), lambda x: [x.view(3, 2, 4)]),
+        "convolutions": (muon(**how), lambda x: [y.view(2, 1, 2, 2) for y in x.split(2)]),
+    }
+    ends: dict[str, Tensor] = {}
+    for name, (rule, of) in rules.items():
+        tree, state = stepped(rule, of(whole), [of(g) for g in grads])
+        ends[name] = torch.cat([x.reshape(-1, 4) for x in tree])
+        kept = [getattr(s, FIELD, None) for s in state.leaves]
+        if "element_beta" in options:
+            assert [x.shape for x in kept] == [x.shape for x in tree]
+        else:
+            assert kept == [None] * len(tree)
+    for end in ends.values():
+        torch.testing.assert_close(end, ends["alone"], rtol=1e-12, atol=1e-12)
+
+
+def test_who_says_that_each_matrix_of_a_stack_is_mapped_by_itself() -> None:
+    """Whose stacks processes divide: no subclass that may take numbers of the whole."""
+
+    class Same(Muon):
+        pass
+
+    class Bank(Muon):
+        def scaled(self, y: Tensor, v: Any) -> Any:
+            return y / y.norm(), v
+
+    rules = optimi_func.functional
+    values = [Same.pure(), muon(), muon(element_beta=0.9), normuon(), rules.scion()]
+    assert all(value.rule.whole.by_matrix for value in values)
+    values = [Bank.pure(), rules.soap(), rules.shampoo(), rules.kron(), rules.adafactor()]
+    assert not any(value.rule.whole.by_matrix for value in values)
+
+
+@pytest.mark.parametrize("kind", [Muon, NorMuon])
+@pytest.mark.parametrize("dtype", [DOUBLE, torch.float32, torch.bfloat16], ids=str)
+def test_norms_stay_and_lr_is_a_share_of_them(kind: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(3 * torch.randn(12, 5).to(dtype))
+    start, how = p.detach().double().clone(), {"hyperball": True, "weight_decay": 0.0}
+    optimizer = kind([p], lr=0.1, **how, **EAGER)
+    for i in range(100):
+        p.grad = torch.randn(12, 5).to(dtype)
+        before = p.detach().double().clone()
+        optimizer.step()
+        move = (p.detach().double() - before).norm() / start.norm()
+        # From the projection: the angle has the tangent lr, or up to its sine.
+        assert 0.05 < move < 0.11, i
+    assert p.detach().double().norm() == pytest.approx(
+        start.norm().item(), rel={DOUBLE: 1e-13, torch.float32: 1e-5}.get(dtype, 2e-2)
+    )
+    for still in (torch.zeros(4, 3), torch.eye(4)[:, :3]):
+        value = muon(lr=0.1, **how)
+        g = torch.ones_like(still) * (still.norm() == 0)
+        end, _ = value.step(still, g, value.init(still))
+        assert torch.equal(end, still)
+    with pytest.raises(ValueError, match=r"weight_decay=tensor.*: allowed is 0 with hyper"):
+        muon(lr=0.1, hyperball=True, weight_decay=torch.tensor(0.0))
+    # A warmup begins at 0.
+    value = muon(lr=0.0, **how)
+    assert torch.equal(value.step(start, start + 1, value.init(start))[0], start)
+
+
+def test_polargrads_step_shrinks_with_the_gradient() -> None:
+    g = torch.diag(torch.tensor([3.0, 1.0, 0.5], dtype=DOUBLE))
+    for factor in (1.0, 1e-3):
+        how = {"ns_coefficients": "deepseek", "nesterov": False, "momentum": 0.0}
+        u = update_of(factor * g, adjust_lr_fn="nuclear", **how)
+        want = 4.5 * factor * torch.eye(3, dtype=DOUBLE)
+        torch.testing.assert_close(u, want, rtol=2e-2, atol=1e-6)
+
+
+def test_adamuons_signs_and_squares() -> None:
+    """The first step is of the signs alone, and of the RMS that AdamW has."""
+    torch.manual_seed(0)
+    g = torch.randn(6, 4, dtype=DOUBLE)
+    u = update_of(g, element_beta=0.9)
+    torch.testing.assert_close(u, update_of(g.sign(), element_beta=0.9))
+    assert u.square().mean().sqrt() == pytest.approx(0.2, rel=1e-6)
+    assert update_of(0 * g, element_beta=0.9).count_nonzero() == 0
+    with pytest.raises(ValueError, match=r"element_beta=0\.9: allowed is None, because"):
+        normuon(lr=0.1, element_beta=0.9)
+    p = torch.ones(4, 3, requires_grad=True)
+    optimizer = Muon([p], element_beta=0.9, **EAGER)
+    optimizer.init_state()
+    assert optimizer.state[p][FIELD].shape == (4, 3)
+
+
+# NorMuon
 
 
 @pytest.mark.parametrize(
@@ -413,10 +532,7 @@ def test_parts_and_stacks_are_matrices_of_their_own() -> None:
     ends: dict[str, Tensor] = {}
     rows: dict[str, Tensor] = {}
     for name, (rule, of) in rules.items():
-        tree = of(whole)
-        state = rule.init(tree)
-        for g in grads:
-            tree, state = rule.step(tree, of(g), state)
+        tree, state = stepped(rule, of(whole), [of(g) for g in grads])
         ends[name] = torch.cat([x.reshape(-1, 4) for x in tree])
         fields = [getattr(s, FIELD) for s in state.leaves]
         rows[name] = torch.cat([x.reshape(-1, 1) for x in fields])

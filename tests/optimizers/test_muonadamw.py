@@ -20,6 +20,7 @@ from optimi_func import (
     NorMuonAdamW,
     adamw,
     hidden_matrices,
+    join_modules,
     muon,
     prepare_for_gradient_release,
 )
@@ -104,7 +105,18 @@ def test_what_is_what() -> None:
     assert lines[0].startswith("12 hidden matrices: qkvo_bank, blocks.*.qkv.weight, ")
     assert "1 matrices of one row or column: value.weight" in lines
     twin = pickle.loads(pickle.dumps(found))
-    assert (twin.kinds, twin.names) == (found.kinds, found.names)
+    assert vars(twin) == vars(found)
+
+
+def test_experts_of_four_dimensions_are_refused_unless_named() -> None:
+    model = named(experts=nn.Module(), first=nn.Linear(3, 3), last=nn.Linear(3, 4))
+    model.experts.w1 = nn.Parameter(torch.randn(2, 3, 4, 5))
+    model.conv_expert = nn.Conv2d(3, 4, 2)  # which stays what it is
+    with pytest.raises(ValueError, match=r"experts.w1 has the shape \(2, 3, 4, 5\): allow"):
+        MuonAdamW(model)
+    found = ["experts.w1", "first.weight", "conv_expert.weight"]
+    assert chosen(model, include="experts.*") == found
+    assert chosen(model, exclude="experts.*") == found[1:]
 
 
 def chosen(model: nn.Module, **more: Any) -> list[str]:
@@ -213,6 +225,7 @@ def path(name: str, p: Tensor, grads: list[Tensor], row_beta: float | None) -> T
     if name in ("qkv.weight", "out.weight"):
         p = p.double()
         s = {"b": torch.zeros_like(p), "r": torch.zeros_like(p)[:, :1]}
+        s["v"] = s["b"]
         for t, g in enumerate(grads, 1):
             split = (6, 6, 6) if name == "qkv.weight" else None
             at = reference.At(t, 0.02 * factor, 0.02 * factor * 0.1)
@@ -264,12 +277,15 @@ CHANGED: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"lr_multipliers": {"*.bias": 3.0}},
         {x for x in REST if "bias" in x},
     ),
+    "overrides": ({"overrides": {"*.bias": {"lr": 1.0}}}, {x for x in REST if "bias" in x}),
     "split": ({"split": {"qkv*": [9, 9]}}, {"qkv.weight"}),
     "exclude": ({"exclude": "out*"}, {"out.weight"}),
     "include": ({"include": "head*"}, {"head.weight"}),
     "ns_steps": ({"ns_steps": 2}, MATRICES),
     "momentum": ({"momentum": linear(0.5, 0.95, 9)}, MATRICES),
     "row_beta": ({"row_beta": 0.9}, MATRICES),
+    "element_beta": ({"element_beta": 0.9}, MATRICES),
+    "hyperball": ({"hyperball": True}, MATRICES),
     "maximize": ({"maximize": True}, EVERY),
     "weight_decay": ({"weight_decay": 0.3}, MATRICES | {"head.weight"}),
     "adamw_weight_decay": ({"adamw_weight_decay": 0.5}, REST),
@@ -298,6 +314,19 @@ def test_each_option_changes_the_step(name: str) -> None:
     assert moved <= changed if late else changed == moved
 
 
+def test_overrides_are_of_the_rule_that_takes_a_parameter() -> None:
+    options: dict[str, dict[str, Any]] = {
+        "qkv.*": {"weight_decay": 0.5, "betas": (0.5, 0.6)},
+        "norm.*": {"eps": 1e-3},
+    }
+    optimizer = MuonAdamW(net(), lr=0.01, overrides=options, **EAGER)
+    of = {n: g for g in optimizer.param_groups for n in g["param_names"]}
+    assert of["qkv.weight"]["weight_decay"] == of["qkv.bias"]["weight_decay"] == 0.5
+    assert of["qkv.bias"]["betas"] == (0.5, 0.6) and "betas" not in of["qkv.weight"]
+    assert of["norm.bias"]["eps"] == 1e-3 and of["out.bias"]["eps"] == 1e-6
+    assert of["out.weight"]["weight_decay"] == 0.1 and {*of} == EVERY
+
+
 def test_max_lr_is_that_of_each_group() -> None:
     options = {"decouple_lr": True, "max_lr": 0.1, "lr_multipliers": {"qkv*": 2.0}}
     optimizer = MuonAdamW(net(), lr=0.05, adamw_lr=0.01, weight_decay=1e-4, **options)
@@ -323,6 +352,19 @@ def test_bad_options_are_refused_by_name() -> None:
             {"lr_multipliers": {"*": -1.0}},
             "lr_multipliers=-1.0: allowed is finite, at least",
         ),
+        ({"overrides": {"lost": {"lr": 2.0}}}, "'lost', which is none of its parameters"),
+        (
+            {"overrides": {"*": {}, "qkv*": {"lr": 1.0}}},
+            r"has 'qkv\*' behind '\*', which matches all",
+        ),
+        (
+            {"overrides": {"qkv.w*": {"betas": (0.5, 0.5)}}},
+            r"betas=.* these are \['muon'\]",
+        ),
+        ({"overrides": {"*": {"decay": 0.5}}}, "overrides has 'decay': allowed"),
+        # The first by name, and not that of a set's order.
+        ({"overrides": {"*": dict.fromkeys("zyxwa", 0)}}, "overrides has 'a': allowed"),
+        ({"overrides": {"*": {"eps": -0.5}}}, "eps=-0.5"),
         ({"cautious": True}, "cautious=True with muon"),
         ({"adamw_lr": -1.0}, "lr=-1.0"),
     ):
@@ -440,3 +482,91 @@ def test_a_stage_and_a_backbone_have_no_output_layer() -> None:
     assert hidden_matrices(whole).kinds["hidden matrices"] == every
     whole["last"] = nn.Linear(4, 3)  # the last of all, in no block
     assert hidden_matrices(whole).kinds["hidden matrices"] == every
+
+
+def stages_of(whole: nn.Module) -> list[nn.Module]:
+    """Two, cut as torchtitan does: a ModuleDict keeps names, what is left out is None."""
+    kept = ("tok", {"0"}), ("norm", "lm_head", {"1"})
+    stages = [copy.deepcopy(whole) for _ in kept]
+    for stage, names in zip(stages, kept):
+        for name in ("tok", "norm", "lm_head"):
+            if name not in names:
+                setattr(stage, name, None)
+        for name in {*stage.layers} - names[-1]:
+            del stage.layers[name]
+    return stages
+
+
+def transformer() -> nn.Module:
+    def block() -> nn.Module:
+        parts = {"qkv": nn.Linear(4, 12, bias=False), "proj": nn.Linear(4, 4)}
+        return nn.ModuleDict(parts)
+
+    whole = named(tok=nn.Embedding(9, 4), layers=nn.ModuleDict({}), norm=nn.LayerNorm(4))
+    whole.layers.update({str(i): block() for i in range(2)})
+    whole.lm_head = nn.Linear(4, 9, bias=False)
+    whole.lm_head.weight = whole.tok.weight  # which a stage alone could not know
+    whole.register_buffer("cache", torch.ones(2), persistent=False)
+    return whole
+
+
+def test_a_stage_takes_the_choice_of_the_whole() -> None:
+    """And its patterns, also if all that they select is in another stage."""
+    how: dict[str, Any] = {"lr_multipliers": {"*.1.proj.*": 2.0}, "split": {"*.0.qkv.*": 3}}
+    how["overrides"] = {"tok.*": {"eps": 0.1}, "*.1.qkv.*": {"momentum": 0.5}}
+    how["compile"] = False
+
+    def numbers(optimizer: Any) -> dict[str, Any]:
+        keys = ("rule", "lr", "weight_decay", "split", "eps", "momentum")
+        groups = [
+            (name, [group.get(k) for k in keys])
+            for group in optimizer.param_groups
+            for name in group["param_names"]
+        ]
+        assert len({name for name, _ in groups}) == len(groups)
+        return dict(groups)
+
+    whole = transformer()
+    with torch.device("meta"):
+        choice = pickle.loads(pickle.dumps(hidden_matrices(transformer())))
+    wanted = numbers(MuonAdamW(whole, **how))
+    stages = stages_of(whole)
+    made = [numbers(MuonAdamW(stage, hidden=choice, **how)) for stage in stages]
+    # A copy of the table, which the pattern does not name.
+    wanted["lm_head.weight"] = [*wanted["tok.weight"][:4], 1e-6, None]
+    assert {**made[0], **made[1]} == wanted and not {*made[0]} & {*made[1]}
+    joined = join_modules(stages)
+    assert numbers(MuonAdamW(joined, hidden=choice, **how)) == wanted
+    head = MuonAdamW(named(lm_head=stages[1].lm_head), hidden=choice, compile=False)
+    assert [group["rule"] for group in head.param_groups] == ["adamw"]
+    other = named(unknown=nn.Linear(2, 2))
+    for given, text in (
+        ({"hidden": choice}, "the model has no parameter 'unknown.weight'"),
+        (
+            {"hidden": hidden_matrices(other), "exclude": "*.bias"},
+            "exclude and include are",
+        ),
+        ({"hidden": lambda n, p: True}, "allowed is what hidden_matrices returns"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=text):
+            MuonAdamW(other, **given)
+
+
+def test_stages_that_share_a_name_are_not_joined() -> None:
+    """A ModuleList numbers its layers anew."""
+    lists = [named(layers=nn.ModuleList([nn.Linear(2, 2)])) for _ in range(2)]
+    with pytest.raises(
+        ValueError, match=r"several parts have 'layers\.0\.weight': allowed are"
+    ):
+        join_modules(lists)
+    for part in lists:
+        part.layers = nn.ModuleList()
+        part.register_buffer("count", torch.zeros(()))
+    with pytest.raises(ValueError, match="several parts have 'count'"):
+        join_modules(lists)
+    with pytest.raises(TypeError, match="join_modules"):
+        join_modules([lists[0], "stage"])  # type: ignore[list-item]
+    stages = stages_of(transformer())
+    joined = join_modules(stages)
+    assert {*joined.state_dict()} == {k for stage in stages for k in stage.state_dict()}
+    assert join_modules(lists[:1]) is lists[0]

@@ -76,8 +76,6 @@ def test_values_are_evaluated_where_classes_are(name: str) -> None:
 @pytest.mark.parametrize("cls", [CLASSES[name] for name in SCHEDULE_FREE])
 @pytest.mark.parametrize(("dtype", "storage"), KEPT, ids=str)
 def test_modes_change_no_bit_of_a_run(cls: Any, dtype: torch.dtype, storage: Any) -> None:
-    if cls is ScheduleFreeSGD and storage == "compact":
-        storage = Storage("kahan8")
     options = {"dtype": dtype, "storage": storage}
     model, _ = begun(cls, 12, **options)
     twin, other = begun(cls, 0, **options)

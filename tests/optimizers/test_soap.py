@@ -1,4 +1,4 @@
-"""SOAP: its mathematics, the shapes it takes, its bases and when they change."""
+"""SOAP and Shampoo: their mathematics, the shapes they take, bases and when they change."""
 
 from typing import Any
 
@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
 from torch.utils import _pytree as pytree
 
+import optimi_func
 from optimi_func import (
     SOAP,
     Storage,
     prepare_for_gradient_release,
+    shampoo,
     soap,
     soap_init,
     soap_step,
@@ -26,8 +28,10 @@ EAGER: dict[str, Any] = {"compile": False}
 DOUBLE = torch.float64
 
 
-def stepped(p: Tensor, grads: list[Tensor], **options: Any) -> tuple[Tensor, Any]:
-    optimizer = soap(**{"lr": LR, **options})
+def stepped(
+    p: Tensor, grads: list[Tensor], make: Any = soap, **options: Any
+) -> tuple[Tensor, Any]:
+    optimizer = make(**{"lr": LR, **options})
     state = optimizer.init(p)
     for g in grads:
         p, state = optimizer.step(p, g, state)
@@ -56,19 +60,70 @@ ROWS: list[tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "options", "called"), ROWS, ids=str)
-def test_sixty_steps_are_the_papers(shape: Any, options: Any, called: Any) -> None:
+KL: dict[str, Any] = {"kl": True}
+SHAMPOO: list[tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = [
+    ((5, 9), {"precondition_frequency": 1}, {}),
+    ((4, 3, 5), {"graft": False}, {}),
+    ((1, 6), {"shampoo_beta": 0.7}, {}),
+    ((6,), {}, {}),
+    ((), {}, {}),
+    ((5, 9), {**KL, "precondition_frequency": 1}, {}),
+    ((7, 5), {**KL, "max_precond_dim": 5, "precondition_frequency": 3}, {}),
+    ((5, 9), {"max_precond_dim": 2}, {}),
+    ((6,), {**KL, "precondition_1d": True}, {}),
+    ((4, 3, 5), {**KL, "correct_bias": False}, {}),
+    ((4, 3, 2, 2), {**KL, "merge_dims": True, "max_precond_dim": 12}, {"merged": (12, 4)}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "options", "called"),
+    [*[("soap", *row) for row in ROWS], *[("shampoo", *row) for row in SHAMPOO]],
+    ids=str,
+)
+def test_sixty_steps_are_the_papers(
+    name: str, shape: Any, options: Any, called: Any
+) -> None:
     p, grads = problem(shape, steps=60)
     own = {name: x for name, x in options.items() if name != "merge_dims"}
-    path = reference.soap(p, grads, lr=LR, **own, **called)
+    loop = getattr(reference, name)
+    path = loop(p, grads, lr=LR, **own, **called)
     if options:
-        usual = reference.soap(p, grads, lr=LR)[-1]
+        usual = loop(p, grads, lr=LR)[-1]
         assert (usual - path[-1]).norm() > 1e-3 * (path[-1] - p).norm()
-    optimizer = soap(lr=LR, **options)
+    optimizer = getattr(optimi_func, name)(lr=LR, **options)
     now, state = p, optimizer.init(p)
     for g, want in zip(grads, path):
         now, state = optimizer.step(now, g, state)
         assert_moved_alike(p, now, want, 1e-9)
+
+
+def test_kl_shampoos_factors_are_those_of_the_gradients_covariance() -> None:
+    """Of gradients A z B the Kronecker product of AA^T and B^TB, with the paper's 1 / n."""
+    torch.manual_seed(0)
+    a, b = (torch.randn(n, n, dtype=DOUBLE) + 2 * torch.eye(n) for n in (4, 6))
+    optimizer = shampoo(lr=0.0, kl=True, shampoo_beta=0.999, precondition_frequency=1)
+    state = optimizer.init(p := torch.zeros(4, 6, dtype=DOUBLE))
+    for _ in range(12000):
+        p, state = optimizer.step(p, a @ torch.randn_like(p) @ b, state)
+    left, right = (
+        x.view(n, n) for x, n in zip(state.leaves.factors.split([16, 36]), (4, 6))
+    )
+    got, want = torch.kron(left, right), torch.kron(a @ a.mT, b.mT @ b)
+    assert (got - want).norm() < 0.1 * want.norm()
+
+
+def test_kl_shampoos_roots_are_bounded_and_zeros_move_nothing() -> None:
+    p, grads = problem((6, 4))
+    for scale in (1e-3, 0.0):
+        small = [scale * g for g in grads]
+        options: dict[str, Any] = {"lr": LR, "kl": True, "shampoo_beta": 0.5}
+        want = reference.shampoo(p, small, **options)[-1]
+        assert_moved_alike(p, stepped(p, small, make=shampoo, **options)[0], want, 1e-9)
+    for graft in (False, True):  # the first of which makes no roots
+        late = [0 * p, *grads[:1] * 5]
+        moved, _ = stepped(p, late, make=shampoo, graft=graft, weight_decay=0.0)
+        assert 0 < (moved - p).abs().max() < 20 * LR
 
 
 def test_the_first_gradient_makes_the_bases_and_moves_nothing_but_decay() -> None:
@@ -214,11 +269,13 @@ def test_the_state_has_no_more_than_its_squares(
     assert held == (2 * p.numel() + 2 * squares) * wide.itemsize
 
 
-def test_a_count_that_cannot_be_read() -> None:
+@pytest.mark.parametrize(("make", "more"), [(soap, {}), (shampoo, {}), (shampoo, KL)])
+def test_a_count_that_cannot_be_read(make: Any, more: Any) -> None:
     """Under vmap each member has a count and a frequency's bases of its own."""
     p, grads = problem((5, 5), steps=13)
-    optimizer = soap(lr=LR, precondition_frequency=3)
-    one, two = stepped(p, [], precondition_frequency=3)[1], None
+    options: dict[str, Any] = {"precondition_frequency": 3, "make": make, **more}
+    optimizer = make(lr=LR, precondition_frequency=3, **more)
+    one, two = stepped(p, [], **options)[1], None
     two = one
     now, later = p, p
     for g in grads[:4]:  # the second member is four gradients ahead
@@ -229,7 +286,7 @@ def test_a_count_that_cannot_be_read() -> None:
     for i in range(9):
         both, states = step(both, torch.stack([grads[i], grads[i + 4]]), states)
     for got, steps in zip(both, (9, 13)):
-        want, _ = stepped(p, grads[:steps], precondition_frequency=3)
+        want, _ = stepped(p, grads[:steps], **options)
         assert_moved_alike(p, got, want, 1e-9)
 
 
@@ -308,9 +365,8 @@ def test_other_sides_have_other_squares_which_are_not_cut_to_fit() -> None:
 
 def test_what_it_refuses() -> None:
     net = model()
-    for storage in ("compact", Storage(moments="8bit")):
-        with pytest.raises(ValueError, match="soap keeps no moments in 8 bits"):
-            SOAP(net.bfloat16().parameters(), lr=LR, storage=storage).init_state()
+    with pytest.raises(ValueError, match="soap keeps no moments in 8 bits"):
+        SOAP(net.parameters(), lr=LR, storage=Storage(moments="8bit")).init_state()
     optimizer = SOAP(net.parameters(), **OPTIONS, gradient_release=True)
     with pytest.raises(ValueError, match="accumulation='states'"):
         prepare_for_gradient_release(net, optimizer, accumulation="states")

@@ -12,6 +12,7 @@ from optimi_func import (
     adamw,
     hidden_matrices,
     muon,
+    param_groups_by_name,
     param_groups_weight_decay,
     to_low_precision,
 )
@@ -177,3 +178,24 @@ def test_warnings_are_of_the_line_that_led_to_them() -> None:
         for warning in caught:
             assert warning.filename == __file__
             assert first <= warning.lineno <= last
+
+
+def test_groups_by_name_keep_names_and_options_for_any_class() -> None:
+    model = nn.Sequential(nn.Embedding(2, 2), nn.Linear(2, 2))
+    options = {"0.*": {"betas": (0.5, 0.6)}, "*.bias": {"weight_decay": 0.0, "lr": 0.1}}
+    for make in (AdamW, torch.optim.AdamW):
+        optimizer = make(param_groups_by_name(model.named_parameters(), options), lr=1e-3)
+        groups = [
+            (g["param_names"], g["lr"], g["weight_decay"], g["betas"])
+            for g in optimizer.param_groups
+        ]
+        usual = optimizer.defaults["betas"]
+        assert groups == [
+            (["0.weight"], 1e-3, 1e-2, (0.5, 0.6)),
+            (["1.bias"], 0.1, 0.0, usual),
+            (["1.weight"], 1e-3, 1e-2, usual),
+        ]
+    with pytest.raises(TypeError, match=r"'0\.\*' has 0.1: allowed are dicts of options"):
+        param_groups_by_name(model.named_parameters(), {"0.*": 0.1})  # pyright: ignore
+    with pytest.raises(ValueError, match="options has 'norm', which is none"):
+        param_groups_by_name(model.named_parameters(), {"norm": {}})

@@ -42,8 +42,6 @@ def directions(steps: int, dtype: torch.dtype = BF16) -> list[Tensor]:
 def test_states_load_with_weights_only(name: str, storage: Any) -> None:
     p = {"w": weights()}
     optimizer = getattr(optimi_func, name)(lr=0.1)
-    if storage == "compact" and name in NO_CODES:
-        storage = Storage("kahan8")  # it has nothing to put in codes
     state = optimizer.init(p, storage=storage)
     state = optimizer.step(p, {"w": directions(1)[0]}, state)[1]
     file = BytesIO()

@@ -8,6 +8,7 @@ from cases import (
     MATRICES,
     NAMES,
     SCHEDULE_FREE,
+    SENSITIVE,
     SOME,
     Case,
     count_betas,
@@ -53,7 +54,7 @@ def loss(params, batch):
 
 RULES = [
     # Derivatives hold the bases of SOAP fixed, differences do not.
-    *[Case(n, {"max_precond_dim": 1} if n == "soap" else {}) for n in NAMES],
+    *[Case(n, {"max_precond_dim": 1} if n in SENSITIVE else {}) for n in NAMES],
     Case("sgd", {"momentum": 0.9}),
     Case("sgd", {"momentum": 0.9, "nesterov": True}),
     Case("adam", {"amsgrad": True}),
@@ -74,6 +75,8 @@ def hyper_of(case: Case) -> dict:
         "adadelta": {"rho": 0.8, "eps": 1e-3},
         "asgd": {"lambd": 0.1, "alpha": 0.6},
         "rprop": {},
+        "scion": {"momentum": 0.8, "radius": 0.7},
+        "kron": {"momentum": 0.8, "precond_lr": 0.2},
     }
     if case.name in own:
         return hyper | {key: number(x) for key, x in own[case.name].items()}
@@ -149,7 +152,7 @@ def test_hypergradients(case: Case) -> None:
     signs = case.name in ("lion", "rprop")
     assert seen >= (4 if signs else len(leaves) - 1)
     # The weights of every step have moved the end.
-    told = reverse[2][case.name == "soap" :]  # whose first gradient moves nothing
+    told = reverse[2][case.name in SENSITIVE :]  # whose first gradient moves nothing
     assert signs or (told.abs().amax(1) > 1e-7).all()
 
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
-from cases import CLASSES
+from cases import CLASSES, SENSITIVE
 from tiers import few
 from torch import Tensor
 
@@ -204,6 +204,24 @@ def test_each_mistake_is_caught(
     assert [x[:26].strip() for x in out.splitlines() if x.endswith("  wrong")] == found
 
 
+class Kept(Optimizer):
+    """Steps that leave the mean square of a tensor as it is."""
+
+    def direction(self, g: Tensor, s: Any):
+        return g, s
+
+    def after(self, mean: Any, x: Tensor, u: Tensor, s: Any):
+        y = x + u
+        return ((mean(x * x) + 1e-6) / (mean(y * y) + 1e-6)) ** 0.5 * y - x, s
+
+
+def test_means_after_the_direction_have_no_row_of_halves(
+    small: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_rule(Kept, compile=False)
+    assert "elementwise" not in capsys.readouterr().out
+
+
 def test_the_message_names_the_row_and_the_largest_difference(small: None) -> None:
     wrong = class_of(**MISTAKES["another formula"][0])
     with pytest.raises(
@@ -240,7 +258,7 @@ OTHERS: dict[str, Any] = {
     "schedule_free_radam": {"lr": 0.5},
     "adadelta": {"steps": 6, "eps": 1.0},  # steps that bfloat16 can show
     # Bases of gradients of low rank depend on their last bits.
-    "soap": {"steps": 6, "max_precond_dim": 1},
+    **{name: {"steps": 6, "max_precond_dim": 1} for name in SENSITIVE},
 }
 
 
@@ -354,17 +372,62 @@ class Loses(Own):
             entry["v"].zero_()
 
 
+class Spoils(Own):
+    """One of them is NaN after each step of a resumed run."""
+
+    resumed = False
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+        self.resumed = True
+
+    def step(self, *args: Any, **more: Any) -> Any:
+        super().step(*args, **more)
+        for entry in self.state.values() if self.resumed else ():
+            entry["v"].fill_(float("nan"))
+
+
 @pytest.mark.parametrize(
     ("cls", "said"),
     [
         (Zeroed, r"(?m)^numbers of 0: .*, most in beta$"),
         (Shrinks, r"^Shrinks, 1 rows:\ndecay: error"),
         (Loses, r"^Loses, 1 rows:\nresumed: .*, most in v$"),
+        (Spoils, r"^Spoils, 1 rows:\nresumed: error nan .*, most in v$"),
     ],
 )
 def test_the_field_or_the_number_is_named(cls: Any, said: str, small: None) -> None:
     with pytest.raises(AssertionError, match=said):
         check_rule(cls, compile=False, beta=0.9, steps=6)
+
+
+class Still(Optimizer):
+    def direction(self, g: Tensor):
+        return 0.0 * g
+
+
+class Replaced(Optimizer):
+    def direction(self, g: Tensor, norm: Tensor):
+        return g
+
+    def after(self, x: Tensor, u: Tensor, norm: Tensor):
+        return -0.01 * x / norm
+
+
+def test_a_rule_that_moves_nothing_is_named_once(small: None) -> None:
+    with pytest.raises(AssertionError, match=r"^Still, 1 rows:\nrepeated: no parameter"):
+        check_rule(Still, compile=False, steps=6)
+
+
+def test_extras_of_all_gradients_and_no_decay(
+    small: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def given(grads: list[Tensor]) -> dict[str, Any]:
+        return {"norm": 1.0 + torch.stack([g.norm() for g in grads]).norm()}
+
+    check_rule(Replaced, compile=False, steps=6, extras=given)
+    rows = [x[:26].strip() for x in capsys.readouterr().out.splitlines()]
+    assert "elementwise" in rows and "decay" not in rows
 
 
 def test_a_derivative_names_its_number(small: None) -> None:

@@ -6,14 +6,15 @@ import cookbook
 import pytest
 import torch
 from cases import assert_moved_alike
-from own_rules import NormedLAMB, normed_lamb
+from own_rules import NormedLAMB, Sphere, Tangent, normed_lamb, sphere, tangent
 from tiers import few
 from torch import Tensor
 
 from optimi_func.testing import check_rule
 
-# Of each door one: elementwise, `measure`, `whole`, `after`, noise.
-QUICK = {"laprop", "lars", "galore", "madgrad", "sgld"}
+# Of each door one: elementwise, `measure`, numbers that last, `whole`, `after`, noise,
+# noise in `whole`.
+QUICK = {"laprop", "lars", "kourkoutas", "galore", "madgrad", "sgld", "apollo"}
 
 
 def test_every_file_has_a_loop() -> None:
@@ -100,9 +101,29 @@ def test_means_before_and_of_the_direction(small: None) -> None:
     check_rule(NormedLAMB, normed_lamb, compile=False, weight_decay=0.1)
 
 
+@pytest.mark.parametrize(("rule", "loop"), [(Tangent, tangent), (Sphere, sphere)])
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_means_of_the_finished_delta(rule: Any, loop: Any, compile: bool) -> None:
+    # A small move is what is left of x, and kernels round x otherwise.
+    allowed = {"float32, kernels": 1e-3} if rule is Sphere and compile else {}
+    check_rule(rule, loop, compile=compile, weight_decay=0.1, steps=6, allowed=allowed)
+
+
+def test_rows_of_a_rule_with_numbers_of_a_step_begin_anew() -> None:
+    w = torch.ones(2, 3, requires_grad=True)
+    optimizer = Tangent([w], lr=0.1, compile=False)
+    w.grad = torch.tensor([[1.0, 2.0, 3.0], [-1.0, 0.0, 2.0]])
+    optimizer.step()
+    optimizer.reset([w], rows=[0])
+    for name in ("exp_avg", "former"):
+        assert (optimizer.state[w][name] != 0).any(1).tolist() == [False, True]
+
+
 @pytest.mark.full
 def test_kernels_measure_before_the_direction() -> None:
     check_rule(cookbook.rule_of("lars"), cookbook.lars, trust=0.1, l2=0.1)
+    hyper, _ = cookbook.ROWS["kourkoutas"]
+    check_rule(cookbook.rule_of("kourkoutas"), cookbook.kourkoutas, hyper=hyper)
 
 
 def test_check_rule_says_that_a_loop_is_nan() -> None:

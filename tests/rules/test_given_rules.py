@@ -1,17 +1,22 @@
 """Users' rules whose direction takes extras or noise, in classes."""
 
 import copy
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from cookbook import drawn as noise_of
+from cookbook import drawn_whole
 from sgld import SGLD
 from sophia import Sophia
+from tiers import few
 from torch import Tensor, nn
 
 from optimi_func import compiled, population, prepare_for_gradient_release
 from optimi_func.core import philox
-from optimi_func.rules import Evaluated, Optimizer, Wide, root
+from optimi_func.execution import wholes
+from optimi_func.rules import Evaluated, Optimizer, Shaped, Wide, root
 from optimi_func.testing import check_rule
 
 HOW: dict[str, Any] = {"lr": 0.1, "rho": 1.0}
@@ -54,11 +59,12 @@ def test_extras_of_a_class_are_those_of_the_pure_step(way: str) -> None:
     assert optimizer.extras == {}  # which keeps no tensor
 
 
-def test_one_number_for_all_and_groups_that_take_none() -> None:
+@pytest.mark.parametrize("weight", [0.5, torch.tensor(0.5)])
+def test_one_number_for_all_and_groups_that_take_none(weight: Any) -> None:
     net = model()
     before = [p.detach().clone() for p in net.parameters()]
     groups = [{"params": [net.weight]}, {"params": [net.bias], "lr": 0.2}]
-    Weighed(groups, lr=0.1, compile=False).step(weight=torch.tensor(0.5))
+    Weighed(groups, lr=0.1, compile=False).step(weight=weight)
     for p, old, lr in zip(net.parameters(), before, (0.1, 0.2)):
         assert p.grad is not None
         torch.testing.assert_close(p.detach(), old - lr * 0.5 * p.grad)
@@ -72,7 +78,7 @@ def test_one_number_for_all_and_groups_that_take_none() -> None:
             r"extras \[\]: this optimizer's direction takes \['hessian'\] \(e",
         ),
         ({"hessian": torch.tensor(1.0), "loss": 1.0}, r"extras \['hessian', 'loss'\]"),
-        ({"hessian": 1.0}, r"hessian=1\.0: allowed are a 0-d tensor for all"),
+        ({"hessian": "1"}, r"hessian='1': allowed are a number for all"),
         ({"hessian": {"weight": torch.ones(2, 3)}}, r"hessian of \['bias'\], .* is None"),
         ({"hessian": [torch.ones(2), torch.ones(2)]}, r"of \['weight'\].*shape \(2, 3\)"),
     ],
@@ -231,6 +237,85 @@ def test_noise_without_a_seed_is_refused() -> None:
         class Lacking(Optimizer):  # type: ignore
             def direction(self, g: Tensor, z: Tensor):
                 return g + z
+
+    with pytest.raises(TypeError, match=r"takes normal: add a field, seed: int = 0"):
+
+        class WithoutSeed(Optimizer):  # type: ignore
+            def direction(self, g: Tensor):
+                return g
+
+            def whole(self, d: Tensor, normal: Any):
+                return normal(d.shape)
+
+
+class Sketched(Optimizer):
+    """Draws z, first values, and two tensors for the map of each step."""
+
+    seed: int = 3
+
+    class State(NamedTuple):
+        kept: Shaped
+
+    def init(self, p: Tensor, normal: Any) -> Any:
+        return self.State(normal((5,)))  # type: ignore
+
+    def direction(self, g: Tensor, z: Tensor):
+        return g + z
+
+    def whole(self, d: Tensor, s: State, normal: Any):
+        first, kept = normal(d.shape), normal((5,))
+        return d + first + s.kept.sum(), self.State(kept)
+
+
+def sketched(params: Any, grads: Any, lr: float) -> Any:
+    kept = [*drawn_whole(3, 0, 2**31 - 1, (5,))] * len(params)
+    for t, gs in enumerate(grads):
+        for i, (p, z, g) in enumerate(zip(params, noise_of(params, 3, t), gs)):
+            first, new = drawn_whole(3, t, i, p.shape, (5,))
+            params[i], kept[i] = p - lr * (g + z + first + kept[i].sum()), new
+    return params
+
+
+def test_maps_and_first_values_draw_by_seed_step_parameter_and_call(small: None) -> None:
+    check_rule(Sketched, sketched, compile=False)
+
+
+@pytest.mark.parametrize(
+    "way", few(("in batches", "in a graph", "as members"), ("in batches", "as members"))
+)
+def test_maps_draw_the_same(way: str, monkeypatch: Any) -> None:
+    ps, grads = [torch.zeros(3, 4)] * 3, [[torch.ones(3, 4)] * 3] * 4
+    want = sketched([p.double() for p in ps], grads, 0.1)
+    params: Any = ps
+    if way == "in batches":
+        monkeypatch.setattr(wholes, "_batches", lambda x: True)
+        params = [p.clone().requires_grad_() for p in ps]
+        optimizer = Sketched(params, lr=0.1, compile=False)
+        for gs in grads:
+            for p, g in zip(params, gs):
+                p.grad = g
+            optimizer.step()
+    elif way == "in a graph":
+        value = Sketched.pure(lr=0.1)
+        step = torch.compile(value.step, backend="eager", fullgraph=True)
+        state = value.init(ps)
+        for gs in grads:
+            params, state = step(params, gs, state)
+    else:
+
+        class Seeded(Sketched):
+            seed: float = 0.0  # type: ignore
+
+        hyper = {"lr": torch.full((3,), 0.1), "seed": torch.tensor([3.0, 4.0, 3.0])}
+        members = population.init(Seeded.pure, ps, hyper, n=3)
+        for gs in grads:
+            every = [torch.stack([g] * 3) for g in gs]
+            members = population.step(Seeded.pure, members, every)
+        for x in members.params:
+            assert torch.equal(x[0], x[2]) and (x[0] != x[1]).all()
+        params = [x[0] for x in members.params]
+    for x, y in zip(params, want):
+        torch.testing.assert_close(x.detach().double(), y, rtol=1e-5, atol=1e-5)
 
 
 class Averaged(Optimizer, Evaluated):
@@ -461,7 +546,61 @@ def gated(params: Any, grads: Any, lr: float) -> Any:
     return params
 
 
+class Told(Optimizer):
+    """A rate for all, of the loss and a weighed norm of the gradients so far."""
+
+    class Running(NamedTuple):
+        rate: float = 1.0
+
+    def direction(self, g: Tensor, r: Running, loss: Tensor, weight: Any = 0.5):
+        return r.rate * g, r
+
+    def sums(self, g: Tensor, weight: Tensor):
+        return weight * g * g
+
+    def join(self, r: Running, sums: Any, loss: Tensor):
+        return self.Running(0.5 * r.rate + loss / (1 + sums))
+
+
+def told(params: Any, grads: Any, lr: float, weigh: Any = lambda g: 0.5) -> Any:
+    rate = 1.0
+    for step in grads:
+        params = [p - lr * rate * g for p, g in zip(params, step)]
+        total = sum([float((weigh(g) * g * g).sum()) for g in step])
+        rate = 0.5 * rate + 0.7 / (1 + total)
+    return params
+
+
+class Louder(Optimizer):
+    """A map that takes the loss, and adds a bias of each tensor if it is given one."""
+
+    def direction(self, g: Tensor, loss: Tensor, bias: Any = 0.25):
+        return g + bias
+
+    def whole(self, d: Tensor, loss: Tensor):
+        return d / (loss + root((d * d).sum()))
+
+
+def louder(params: Any, grads: Any, lr: float) -> Any:
+    for i, p in enumerate(params):
+        for d in [step[i] + 0.25 for step in grads]:
+            p = p - lr * d / (0.7 + (d * d).sum().sqrt())
+        params[i] = p
+    return params
+
+
+def loss_of(grads: Any) -> dict[str, Any]:
+    return {"loss": torch.tensor(0.7, dtype=torch.float64)}
+
+
 REACHED: dict[str, Any] = {
+    "sums and join": (Told, told, loss_of),
+    "a default is not taken": (
+        Told,
+        partial(told, weigh=lambda g: g.cos() + 1.5),
+        lambda g: {**loss_of(g), "weight": [x.cos() + 1.5 for x in g]},
+    ),
+    "whole": (Louder, louder, loss_of),
     "measure": (SPS, sps, lambda g: {"loss": torch.tensor(0.7, dtype=torch.float64)}),
     "after and means": (
         Gated,
@@ -527,6 +666,95 @@ def test_lr_inside_is_no_factor_and_zero_divides_nothing() -> None:
             pass
 
 
+class Squared(Optimizer, decay="own"):
+    """Its decay falls with the square of lr."""
+
+    def direction(self, g: Tensor):
+        return g
+
+    def after(self, x: Tensor, u: Tensor):
+        return u - self.lr**2 * self.weight_decay * x
+
+
+class Apart(Squared, decay="decoupled"):
+    """Decay is added to it, and it takes that out."""
+
+    def after(self, x: Tensor, u: Tensor):
+        return u + self.lr * self.weight_decay * x + super().after(x, 0.0 * x)
+
+
+class Silent(Optimizer, decay="own"):
+    def direction(self, g: Tensor):
+        return g
+
+
+class Replaces(Optimizer):
+    def direction(self, g: Tensor):
+        return g
+
+    def after(self, mean: Any, x: Tensor, u: Tensor):
+        return -self.lr * x / (1 + mean(x * x))
+
+
+class Joined(Replaces, decay="l2"):
+    class State(NamedTuple):
+        g: Tensor
+
+    def direction(self, g: Tensor, s: State):
+        return g, self.State(g)
+
+    def after(self, x: Tensor, u: Tensor, s: State):
+        return -self.lr * s.g, s
+
+
+class Measured(Replaces):
+    def after(self, mean: Any, x: Tensor, u: Tensor):
+        return x / mean(u)
+
+
+class Due(Replaces):
+    def due(self, t: float):
+        return t % 2 == 0
+
+
+_LR, _MASKS = {"decouple_lr": True}, ({"cautious_decay": True}, {"corrected_decay": True})
+_ON, _SCHEDULED = {"weight_decay": 0.1}, {"weight_decay": lambda t: 0.1}
+
+
+@pytest.mark.parametrize(
+    ("rule", "taken", "refused"),
+    [
+        (Squared, (_ON, _SCHEDULED, {"cautious": True}), (_LR, *_MASKS)),
+        (Apart, (_ON, {"cautious": True}), (_LR, *_MASKS)),
+        (Silent, ({"cautious": True},), (_ON, _LR, *_MASKS)),
+        (Replaces, (), (_ON, _LR, *_MASKS, {"cautious": True})),
+        (Joined, (_ON,), (_LR, *_MASKS, {"cautious": True})),
+        (Measured, (_ON, _LR, *_MASKS, {"cautious": True}), ()),
+        (Due, (_ON, _LR, *_MASKS, {"cautious": True}), ()),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_options_that_a_rule_would_drop_are_refused(
+    rule: Any, taken: Any, refused: Any
+) -> None:
+    for options in taken:
+        rule.pure(lr=0.5, **options)
+    for options in refused:
+        (name,) = options
+        with pytest.raises(ValueError, match=f"{name}=.*, but its .*: allowed is the"):
+            rule([torch.ones(2, requires_grad=True)], lr=0.5, **options)
+
+
+def test_a_decay_of_its_own_is_all_of_the_decay() -> None:
+    for rule, want in (Squared, 2.0 - 0.5 - 0.05), (Apart, 1.45), (Joined, 2.0 - 0.6):
+        w = torch.full((2,), 2.0, requires_grad=True)
+        w.grad, value = torch.ones(2), rule.pure(lr=0.5, weight_decay=0.1)
+        moved, _ = value.step(w.detach(), w.grad, value.init(w.detach()))
+        rule([w], lr=0.5, weight_decay=0.1, compile=False).step()
+        for x in (w, moved):
+            assert x.tolist() == pytest.approx([want, want])
+
+
 def test_other_methods_take_no_other_extras() -> None:
     with pytest.raises(TypeError, match=r"after takes x, u, mask: allowed are x, u, s, t"):
 
@@ -536,3 +764,41 @@ def test_other_methods_take_no_other_extras() -> None:
 
             def after(self, x: Tensor, u: Tensor, mask: Tensor):
                 return mask * u
+
+    with pytest.raises(
+        TypeError, match=r"takes weight=None: allowed .*\. Without a default"
+    ):
+
+        class Unsaid(Optimizer):  # type: ignore
+            def direction(self, g: Tensor, weight: Any = None):
+                return g if weight is None else weight * g
+
+
+@pytest.mark.parametrize("rule", [Told, Louder])
+def test_extras_of_all_are_one_number(rule: Any) -> None:
+    w = torch.ones(2, 2, requires_grad=True)
+    w.grad, value = torch.ones(2, 2), rule.pure(lr=0.1)
+    with pytest.raises(ValueError, match=r"loss of .*: allowed are 0-d ones"):
+        rule([w], lr=0.1, compile=False).step(loss=[torch.ones(2, 2)])
+    with pytest.raises(ValueError, match=r"loss.* has the shape \(2, 2\), .* are \[\(\)\]"):
+        value.step(w, w.grad, value.init(w), loss=torch.ones(2, 2))
+    assert w.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_released_steps_take_a_default() -> None:
+    ends: list[Tensor] = []
+    for released in (False, True):
+        net = model()
+        net.zero_grad()
+        optimizer = Told(net.parameters(), lr=0.1, compile=False, gradient_release=released)
+        loss = torch.tensor(2.0)
+        if released:
+            prepare_for_gradient_release(net, optimizer)
+            optimizer.give(loss=loss)
+        for i in range(3):
+            train(net, optimizer, i)
+            optimizer.step(**({} if released else {"loss": loss}))
+            net.zero_grad()
+        ends.append(net.weight.detach())
+    torch.testing.assert_close(*ends)
+    assert not torch.equal(ends[0], model().weight)

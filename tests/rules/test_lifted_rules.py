@@ -16,7 +16,7 @@ from torch.func import grad, vmap
 from trees import TREES, Tree, evaluate, is_defined, written
 
 from optimi_func import adamw
-from optimi_func.rules import Optimizer, Wide
+from optimi_func.rules import Optimizer, Wide, maximum, minimum
 
 LR, WIDE, STEPS = 0.5, torch.float64, 3
 VALUES = [0.0, 1.0, 0.5, 0.37, 0.9, 1.9, 3.0]
@@ -258,6 +258,14 @@ PROGRAMS: list[Any] = [
     ),
     lambda o: torch.lerp(o.s, o.g, o.a.long()) + o.s.lerp(o.g, weight=(o.b > 0.2) + 1),
     lambda o: o.g.where(o.s > o.g, o.b) + torch.nan_to_num(o.g / o.x, nan=0.5, posinf=2.0),
+    # Of two tensors, two scalars, one of each, and numbers.
+    lambda o: (
+        maximum(o.g, o.b + 0.07) * minimum(o.a - 0.07, o.g)
+        + minimum(o.s, maximum(o.g, o.x))
+    ),
+    lambda o: (
+        o.g * maximum(0.25, o.t - 1.5) * minimum(o.b, o.t) + maximum(2, minimum(3, o.s))
+    ),
 ]
 
 

@@ -427,7 +427,7 @@ def test_a_class_that_is_defined_again_is_freed() -> None:
         return [weakref.ref(cls), weakref.ref(cls.pure(lr=0.1).rule)]
 
     found = [use() for _ in range(3)]
-    mixed._keywords.cache_clear()  # keeps 64, as the other
+    mixed.keywords_of.cache_clear()  # keeps 64, as the other
     groups.number_defaults.cache_clear()
     gc.collect()
     assert [x() for refs in found for x in refs] == [None] * 6
@@ -826,11 +826,11 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         {"direction": lambda self, g, s: (g, s), "State": object},
     ),
     (
-        "whole goes with neither",
+        "whole does not go with means",
         {
             "direction": lambda self, g: g,
             "whole": lambda self, d: d,
-            "after": lambda self, x, u: u,
+            "means": lambda self, mean, g: mean(g),
         },
     ),
     (
@@ -899,11 +899,11 @@ def test_refused_at_use() -> None:
     optimizer = AdaBelief(net.parameters(), lr=0.1, gradient_release=True)
     with pytest.raises(ValueError, match=r"AdaBelief .* is no sum.*define accumulate"):
         prepare_for_gradient_release(net, optimizer, accumulation="states")
-    with pytest.raises(ValueError, match="Wrong: decay='coupled': allowed are"):
+    for decay in ("coupled", None):
+        with pytest.raises(TypeError, match=rf"decay={decay!r}\): allowed are .*'own'\)"):
 
-        class Wrong(Optimizer, decay="coupled"):  # type: ignore
-            def direction(self, g: Tensor):
-                return g
+            class Wrong(Optimizer, decay=decay):  # type: ignore
+                pass
 
     class Begins(Optimizer):
         class State(NamedTuple):

@@ -551,6 +551,36 @@ def test_errors_say_what_to_write(name: str) -> None:
     assert "use normalize" not in str(raised.value)
 
 
+class Mapped(Optimizer):
+    class State(NamedTuple):
+        m: Tensor
+        v: Shaped
+
+    def direction(self, g: Tensor, s: State):
+        return g, self.State(g, s.v)
+
+    def whole(self, d: Tensor, s: State):
+        return d, s
+
+
+ONLY = r"s has None for Shaped fields, which only whole has"
+LACKS = r"it takes lr and weight_decay by name, and of s it has the Shaped fields"
+
+
+@pytest.mark.parametrize(
+    ("said", "body"),
+    [
+        (ONLY, {"direction": lambda self, g, s: (0.9 * s.v + g, s)}),
+        (ONLY, {"after": lambda self, u, s: (u / torch.sqrt(s.v), s)}),
+        (LACKS, {"whole": lambda self, d, s: (self.lr * d, s)}),
+        (LACKS, {"whole": lambda self, d, s: (d * s.m, s)}),
+    ],
+)
+def test_what_whole_alone_has(said: str, body: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=said):
+        type("Wrong", (Mapped,), body)([torch.ones(2, 2, requires_grad=True)], lr=0.1)
+
+
 def test_an_argument_that_no_rule_has_is_an_extra() -> None:
     class Misspelt(Optimizer):
         momentum: float = 0.9

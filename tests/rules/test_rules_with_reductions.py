@@ -10,7 +10,7 @@ from tiers import row
 from torch import Tensor, nn
 
 from optimi_func import compiled, population, prepare_for_gradient_release
-from optimi_func.rules import Betas, Moment, Optimizer, Shaped, Wide, root
+from optimi_func.rules import Betas, Moment, Number, Optimizer, Shaped, Wide, root
 from optimi_func.testing import check_rule
 
 
@@ -160,6 +160,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"has measure and whole: allowed is one of both",
     ),
     "no mean": ({"measure": lambda self, g: {"total": g}}, r"measure\(g\) returned"),
+    "a mean of the step": (
+        {"measure": lambda self, mean, g, t: {"total": mean(t) + mean(g)}},
+        r"measure .*: mean\(t\): allowed are tensors in the shape of the parameter",
+    ),
+    "a maximum of a number": (
+        {"measure": lambda self, top, g: {"total": top(2.0)}},
+        r"measure .*: top\(2\.0\): allowed are tensors",
+    ),
     "a tensor": (
         {"measure": lambda self, mean, g: {"total": mean(g) * g}},
         r"g is not known in this method \(means are taken at once",
@@ -185,6 +193,95 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"measure is not elementwise",
     ),
 }
+
+
+class Kept(Shifted):
+    """Steps by the sum of all gradients' sums, and of first values."""
+
+    class State(NamedTuple):
+        total: Number
+
+    def init(self, p: Tensor):
+        return self.State(torch.ones(()) * self.factor)
+
+    def measure(self, mean: Any, numel: Tensor, g: Tensor, s: State):
+        return {"total": s.total + mean(g) * numel}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        row({"compile": False}, id="eager"),
+        row({"foreach": True}, id="foreach"),
+        row({"compile": True}, id="kernels", tier="full"),
+    ],
+)
+def test_numbers_of_a_tensor_last(how: Any) -> None:
+    """Each tensor's own, also in slices, and not those of a step that is skipped."""
+    ps = [torch.zeros(n, requires_grad=True) for n in (3, 1_000_000, 4)]
+    optimizer: Any = Kept(ps, lr=1.0, factor=2.0, **how)
+    want = [2.0, 2.0, 2.0]
+    ends = [0.0, 0.0, 0.0]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    for i in range(4):
+        for k, p in enumerate(ps):
+            p.grad = torch.full_like(p, float("inf") if i == 1 else (k + 1) / p.numel())
+            want[k] += 0.0 if i == 1 else k + 1
+            ends[k] -= 0.0 if i == 1 else want[k]
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        scaler.update(1.0)
+    for p, total, end in zip(ps, want, ends):
+        kept = optimizer.state[p]["total"]
+        assert kept.shape == () and kept.dtype == torch.float32
+        torch.testing.assert_close(kept, torch.tensor(total), rtol=1e-3, atol=0.0)
+        torch.testing.assert_close(p.detach(), torch.full_like(p, end), rtol=1e-3, atol=0.0)
+
+
+KEPT_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "not measured": (
+        {
+            "measure": lambda self, mean, g: {"other": mean(g)},
+            "direction": lambda self, g: g,
+        },
+        r"returned \['other'\]: State has the Number 'total', so it is one of them",
+    ),
+    "set elsewhere": (
+        {"direction": lambda self, g, s, total: (g, self.State(2 * s.total))},
+        r"direction returned other values of \('total',\), which only measure sets",
+    ),
+    "of elements": (
+        {
+            "measure": lambda self, mean, g, weight: {"total": weight + mean(g)},
+            "direction": lambda self, g, s, weight: (g, s),
+        },
+        r"keeps a number of the extra weight: allowed are means and maxima of it",
+    ),
+    "of the loss alone": (
+        {
+            "measure": lambda self, s, loss: {"total": s.total + loss},
+            "direction": lambda self, g, s, loss: (g, s),
+        },
+        r"allowed is a dict of numbers that are computed of means, as mean\(loss\)",
+    ),
+    "before its means": (
+        {"measure": lambda self, mean, g, s: {"total": mean(g * s.total)}},
+        r"s_total is not known in this method",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT_REFUSED)
+def test_numbers_that_are_refused(name: str) -> None:
+    body, said = KEPT_REFUSED[name]
+    with pytest.raises(TypeError, match=said):
+        type("Wrong", (Kept,), body)
+
+
+def test_numbers_of_complex_tensors_are_refused_by_the_constructor() -> None:
+    w = torch.ones(2, dtype=torch.complex64, requires_grad=True)
+    with pytest.raises(TypeError, match=r"params\[0\] .* Kept keeps a Number of tensors"):
+        Kept([w], lr=0.1)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1,15 +1,17 @@
 """`load_fitting`: from one rule to another with what fits, and what begins anew."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import reference
 import torch
-from cases import assert_moved_alike
+from cases import assert_moved_alike, shown
 from torch import Tensor, nn
 
 from optimi_func import (
     SOAP,
+    Adafactor,
     AdamW,
     Lion,
     Mixed,
@@ -91,12 +93,13 @@ def test_adamw_to_muonadamw_keeps_the_moments_of_the_rest(theirs: bool) -> None:
             assert_moved_alike(path[2], p.detach(), path[-1], 1e-6)
 
 
-def test_muon_to_normuon_and_back_keeps_the_momentum() -> None:
+@pytest.mark.parametrize("kind", [NorMuon, partial(Muon, element_beta=0.9)], ids=shown)
+def test_muon_to_normuon_and_back_keeps_the_momentum(kind: Any) -> None:
     model = net()
     params = [(n, p) for n, p in model.named_parameters() if n in MATRICES]
     old = Muon(params, lr=0.01, **EAGER)
     train(model, [old], range(3))
-    new = NorMuon(params, lr=0.02, momentum=linear(0.5, 0.9, 9), **EAGER)
+    new = kind(params, lr=0.02, momentum=linear(0.5, 0.9, 9), **EAGER)
     found = new.load_fitting(old.state_dict())
     assert found.taken == {n: ["momentum_buffer"] for n in MATRICES}
     assert found.anew == {n: ["second_momentum_buffer"] for n in MATRICES}
@@ -110,6 +113,14 @@ def test_muon_to_normuon_and_back_keeps_the_momentum() -> None:
     back = Muon(params, lr=0.01, **EAGER)
     assert back.load_fitting(new.state_dict()).anew == {}
     assert back.state[params[0][1]]["step"] == 5
+
+
+def test_a_rule_whose_map_depends_on_options() -> None:
+    p = nn.Parameter(torch.ones(4, 3))
+    old = AdamW([("p", p)], **EAGER)
+    old.init_state()
+    new = Adafactor([("p", p)], beta1=0.9, **EAGER)
+    assert new.load_fitting(old.state_dict()).taken == {}
 
 
 def test_torchs_muon_and_adamw_to_ours() -> None:

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint.state_dict as sd
 from torch import Tensor, nn
 
 import optimi_func
-from optimi_func import AdamW, MuonAdamW, Prodigy
+from optimi_func import AdamW, MuonAdamW, Prodigy, join_modules
 from optimi_func.classes.base import BaseOptimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -34,8 +34,13 @@ def noise(name: str, t: int, like: Tensor) -> Tensor:
     return torch.randn(like.shape, generator=seed, dtype=like.dtype)
 
 
-def network(names: tuple[str, ...]) -> nn.Module:
-    """A model, or a pipeline stage, whose layers are defined in this order."""
+def network(names: tuple[Any, ...]) -> nn.Module:
+    """A model, or a pipeline stage, whose layers are defined in this order.
+
+    With tuples of names, stages that are joined to one.
+    """
+    if isinstance(names[0], tuple):
+        return join_modules(map(network, names))
     model = nn.Module()
     for name in names:
         layer = nn.Linear(4, 3 if name == "out" else 4, bias=False)
@@ -92,9 +97,9 @@ def muon(first: tuple[str, ...]) -> Make:
 class Change:
     """The stages and the first group before and after."""
 
-    stages: tuple[tuple[str, ...], ...] = (WHOLE,)
+    stages: tuple[tuple[Any, ...], ...] = (WHOLE,)
     first: tuple[str, ...] = ()
-    new_stages: tuple[tuple[str, ...], ...] = (WHOLE,)
+    new_stages: tuple[tuple[Any, ...], ...] = (WHOLE,)
     new_first: tuple[str, ...] = ()
 
 
@@ -107,6 +112,8 @@ CHANGES = {
     "2 groups to 2": Change(first=("wq", "out"), new_first=("wv", "out")),
     "stages to the whole": Change(stages=STAGES),
     "the whole to stages": Change(new_stages=STAGES),
+    "joined stages to the whole": Change(stages=(STAGES,)),
+    "the whole to joined stages": Change(new_stages=(STAGES[::-1],)),
 }
 FORMS = {
     "nested": sd.StateDictOptions(),

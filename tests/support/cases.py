@@ -93,7 +93,11 @@ SOME = ("adamw", "stableadamw", "ranger", "schedule_free_adamw")
 # Those that map whole tensors, and the others; those that take matrices alone.
 MAPPED = tuple(n for n, rule in _RULES.items() if rule.whole is not None)
 ELEMENTWISE = [name for name in NAMES if name not in MAPPED]
-MATRICES = tuple(n for n, rule in _RULES.items() if rule.refuses is not None)
+MATRICES = tuple(
+    n for n, rule in _RULES.items() if rule.refuses and rule.refuses(torch.ones(3))
+)
+# Those that iterate products of matrices, in bfloat16 where a device has it.
+ITERATED = (*MATRICES, "scion")
 # Those that average, and are evaluated elsewhere than they step; they have running numbers.
 SCHEDULE_FREE = tuple(n for n, rule in _RULES.items() if rule.eval_point is not None)
 # Those of torch.optim that optimi does not have.
@@ -110,11 +114,11 @@ REFUSE_STATES = tuple(n for n, rule in _RULES.items() if rule.accumulate is None
 
 # Those whose steps depend on the last bits of gradients of low rank, where eigenvalues are
 # equal; their rows in tests of such gradients are in tests of their own.
-SENSITIVE = ("soap",)
+SENSITIVE = ("soap", "shampoo")
 
 
-# How many first gradients move nothing, or (SOAP) nothing but decay.
-STILL = {"adopt": 1, "soap": 1, "schedule_free_radam": 4}
+# How many first gradients move nothing, or (SENSITIVE) nothing but decay.
+STILL = {"adopt": 1, "soap": 1, "shampoo": 1, "schedule_free_radam": 4}
 
 
 def _keeps_codes(value: Any) -> bool:
@@ -198,7 +202,7 @@ def _same(name: str, **options: Any) -> Case:
     return Case(name, options, options)
 
 
-_EPS = [n for n in NAMES if n not in (*NO_EPS, "adafactor", *MATRICES, "adopt")]
+_EPS = [n for n in NAMES if n not in (*NO_EPS, "adafactor", *ITERATED, "adopt")]
 _BETAS = {n: (0.8, 0.95) for n in NAMES if count_betas(n)}
 _BETAS["adan"] = (0.9, 0.8, 0.95)  # type: ignore[assignment]
 _BETAS["ademamix"] = (0.9, 0.95, 0.99)  # type: ignore[assignment]

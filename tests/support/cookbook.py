@@ -243,6 +243,35 @@ def drawn(params: Any, seed: int, t: int) -> list[Tensor]:
     return normals(torch.tensor(seed), torch.tensor(t), [*params])
 
 
+def drawn_whole(
+    seed: int, t: int, place: int, *shapes: tuple[int, ...]
+) -> tuple[Tensor, ...]:
+    """Return what `normal` draws for the parameter at a place, in calls of these shapes."""
+    counts = [-(-math.prod(shape) // 4) * 4 for shape in shapes]
+    like = torch.empty(sum(counts), dtype=torch.float64)
+    (z,) = normals(torch.tensor(seed), torch.tensor(t), [like], first=2**31 + place)
+    assert z is not None
+    parts = zip(z.split(counts), shapes)
+    return tuple([x[: math.prod(shape)].view(shape) for x, shape in parts])
+
+
+def apollo(
+    params: Any, grads: Any, lr: float, rank: int, gap: int, scale: float, seed: int
+) -> Any:
+    def one(i: int, p: Tensor, gs: Any) -> Tensor:
+        m = v = torch.zeros(rank, p.shape[1], dtype=p.dtype)
+        for t, g in enumerate(gs, 1):
+            if t % gap == 1:
+                (z,) = drawn_whole(seed, t - 1, i, (rank, p.shape[0]))
+            r = z @ g / rank**0.5
+            m, v = moments(m, v, r, (0.9, 0.999))
+            u = corrected(m, 0.9, t) / (corrected(v, 0.999, t).sqrt() + 1e-6)
+            p = p - lr * scale * g * u.norm(dim=0) / (r.norm(dim=0) + 1e-6)
+        return p
+
+    return [one(i, p, gs) for i, (p, *gs) in enumerate(zip(params, *grads))]
+
+
 def sgld(params: Any, grads: Any, lr: float, temperature: float, seed: int) -> Any:
     for t, step in enumerate(grads):
         for i, (p, z) in enumerate(zip(params, drawn(params, seed, t))):
@@ -379,6 +408,184 @@ def dog(params: Any, grads: Any, lr: float, first: float) -> Any:
     return params
 
 
+@each
+def ano(p: Tensor, gs: Any, lr: float, betas: Any, eps: float) -> Tensor:
+    (b1, b2), m, v = betas, 0 * p, 0 * p
+    for t, g in enumerate(gs, 1):
+        m = b1 * m + (1 - b1) * g
+        v = b2 * v + (1 - b2) * torch.sign(g**2 - v) * g**2
+        p = p - lr * g.abs() * m.sign() / (corrected(v, b2, t).sqrt() + eps)
+    return p
+
+
+@each
+def bcos(p: Tensor, gs: Any, lr: float, beta: float, eps: float) -> Tensor:
+    m, b = gs[0], beta
+    for g in gs:
+        o, m = m, b * m + (1 - b) * g
+        v = (
+            (3 * b**2 - 2 * b**3) * o**2
+            + (1 - b) ** 2 * g**2
+            + 2 * b * (1 - b) ** 2 * o * g
+        )
+        p = p - lr * m / (v.sqrt() + eps)
+    return p
+
+
+@each
+def mvn_grad(p: Tensor, gs: Any, lr: float, betas: Any, eps: float) -> Tensor:
+    (b1, b2), m, n, v = betas, 0 * p, 0 * p, 0 * p
+    for t, g in enumerate(gs, 1):
+        m = b1 * m + (1 - b1) * g
+        v = b2 * v + (1 - b2) * (g - m) ** 2
+        n = b1 * n + (1 - b1) * g / (corrected(v, b2, t).sqrt() + eps)
+        p = p - lr * corrected(n, b1, t)
+    return p
+
+
+def adagc(
+    params: Any, grads: Any, lr: float, betas: Any, beta: float, ratio: float, warm: float
+) -> Any:
+    state = [(0 * p, 0 * p, 0.0) for p in params]
+    for t, step in enumerate(grads, 1):
+        early = min(1.0 / (square_of(step) ** 0.5 + 1e-8), 1.0)
+        for i, g in enumerate(step):
+            (m, v, r), n = state[i], float(g.norm())
+            if t < warm:
+                h = early
+                r = h * n if t == 1 else min(r, h * n)
+            else:
+                h = min(ratio * r / n, 1.0) if n else 1.0
+                r = beta * r + (1 - beta) * h * n
+            m, v = moments(m, v, h * g, betas)
+            u = corrected(m, betas[0], t) / (corrected(v, betas[1], t).sqrt() + 1e-8)
+            params, state[i] = replaced(params, i, params[i] - lr * u), (m, v, r)
+    return params
+
+
+def replaced(items: Any, i: int, new: Any) -> list[Any]:
+    return [new if j == i else x for j, x in enumerate(items)]
+
+
+def polar(m: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the polar factor, and the singular values."""
+    u, values, v = torch.linalg.svd(m, full_matrices=False)
+    return u @ v, values
+
+
+@each
+def adago(p: Tensor, gs: Any, lr: float, momentum: float, most: float, start: float) -> Any:
+    m, v = 0 * p, start**2
+    for g in gs:
+        m = momentum * m + (1 - momentum) * g
+        n = min(float(g.norm()), most)
+        v += n**2
+        p = p - max(1e-4, lr * n / v**0.5) * polar(m)[0]
+    return p
+
+
+@each
+def polargrad(p: Tensor, gs: Any, lr: float, momentum: float) -> Tensor:
+    m = 0 * p
+    for g in gs:
+        m = momentum * m + (1 - momentum) * g
+        factor, values = polar(m)
+        p = p - lr * values.sum() * factor
+    return p
+
+
+@each
+def conda(p: Tensor, gs: Any, lr: float, betas: Any, eps: float, gap: int) -> Tensor:
+    (b1, b2), m, v, basis = betas, 0 * p, 0.0, p
+    for t, g in enumerate(gs, 1):
+        m = b1 * m + (1 - b1) * g
+        if t == 1 or t % gap == 0:
+            basis = torch.linalg.svd(m, full_matrices=False)[0]
+        v = b2 * v + (1 - b2) * (basis.T @ g) ** 2
+        u = basis.T @ corrected(m, b1, t) / (corrected(v, b2, t).sqrt() + eps)
+        p = p - lr * basis @ u
+    return p
+
+
+@each
+def dion(p: Tensor, gs: Any, lr: float, momentum: float, rank: int, seed: int) -> Tensor:
+    m, (q,) = 0 * p, drawn_whole(seed, 0, 2**31 - 1, (p.shape[1], min(rank, *p.shape)))
+    for g in gs:
+        b = m + g
+        basis = torch.linalg.qr(b @ q)[0]
+        r = b.T @ basis
+        m, q = b - (1 - momentum) * basis @ r.T, r / (r.norm(dim=0) + 1e-8)
+        p = p - lr * (p.shape[0] / p.shape[1]) ** 0.5 * basis @ q.T
+    return p
+
+
+@each
+def focus(
+    p: Tensor, gs: Any, lr: float, betas: Any, gamma: float, weight_decay: float
+) -> Tensor:
+    (b1, b2), m, c = betas, 0 * p, 0 * p
+    for t, g in enumerate(gs, 1):
+        m, c = b1 * m + (1 - b1) * g, b2 * c + (1 - b2) * p
+        hat = corrected(c, b2, t)
+        p = p - lr * weight_decay * hat
+        p = p - lr * (gamma * (p - hat).sign() + m.sign())
+    return p
+
+
+@each
+def namo(
+    p: Tensor, gs: Any, lr: float, betas: Any, eps: float, weight_decay: float
+) -> Tensor:
+    (b1, b2), m, v = betas, 0 * p, 0.0
+    for t, g in enumerate(gs, 1):
+        m = b1 * m + (1 - b1) * g
+        v = b2 * v + (1 - b2) * float(g.norm()) ** 2
+        a = (1 - b2**t) ** 0.5 / (1 - b1**t) * m.norm() / (v**0.5 + eps)
+        p = p - lr * a * (polar(m)[0] + weight_decay * p)
+    return p
+
+
+@each
+def adamhd(
+    p: Tensor, gs: Any, lr: float, betas: Any, eps: float, beta: float, weight_decay: float
+) -> Tensor:
+    (b1, b2), m, v, delta, tau = betas, 0 * p, 0 * p, 0.0, lr * weight_decay
+    for t, g in enumerate(gs, 1):
+        n = float(p.abs().mean()) if p.numel() else 0.0
+        delta = n if t == 1 else beta * delta + (1 - beta) * n
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+        y = p - lr * m / (v.sqrt() + eps)
+        far = y - tau * delta * y.sign()
+        p = torch.where(y.abs() <= (1 + tau) * delta, y / (1 + tau), far)
+    return p
+
+
+@each
+def racs(p: Tensor, gs: Any, lr: float, beta: float, alpha: float, growth: float) -> Any:
+    rows, columns, last = p.new_zeros(len(p)), p.new_ones(p.shape[1]), 0.0
+    for t, g in enumerate(gs, 1):
+        rows = beta * rows + (1 - beta) * (g**2).mean(1)
+        columns = beta * columns + (1 - beta) * (g**2).mean(0)
+        u = g / (rows[:, None] + 1e-8).sqrt() / (columns[None] + 1e-8).sqrt()
+        n = float(u.norm())
+        k = growth / max(n / (last + 1e-8), growth) if t > 1 else 1.0
+        p, last = p - lr * alpha * k * u, n * k
+    return p
+
+
+@each
+def splus(p: Tensor, gs: Any, lr: float, betas: Any, gap: int) -> Tensor:
+    (b1, b2), m, left, right = betas, 0 * p, 0.0, 0.0
+    q, r = [torch.eye(n, dtype=p.dtype) for n in p.shape]
+    for t, g in enumerate(gs, 1):
+        m = b1 * m + (1 - b1) * g
+        left, right = b2 * left + (1 - b2) * g @ g.T, b2 * right + (1 - b2) * g.T @ g
+        p = p - lr * 2 / sum(p.shape) * q @ (q.T @ m @ r).sign() @ r.T
+        if t == 1 or t % gap == 0:
+            q, r = torch.linalg.eigh(left)[1], torch.linalg.eigh(right)[1]
+    return p
+
+
 def dowg(params: Any, grads: Any, lr: float, first: float) -> Any:
     start, far, weighted, factor = params, first**2, 0.0, 0.0
     for step in grads:
@@ -465,6 +672,21 @@ def adanorm(p: Tensor, gs: Any, lr: float, gamma: float) -> Tensor:
         norm = gamma * norm + (1 - gamma) * size
         m = 0.9 * m + 0.1 * g * (norm / size if 0 < size < norm else 1.0)
         p = p - lr * m
+    return p
+
+
+@each
+def kourkoutas(
+    p: Tensor, gs: Any, lr: float, beta: Any, low: Any, high: Any, alpha: Any, eps: Any
+) -> Tensor:
+    m, v, r = 0 * p, 0 * p, 0.0
+    for g in gs:
+        size = float(g.norm())
+        r = alpha * r + (1 - alpha) * size
+        raw = size / (r + 1e-9)
+        b2 = high - (high - low) * raw / (1 + raw)
+        m, v = moments(m, v, g, (beta, b2))
+        p = p - lr * m / (v.sqrt() + eps)
     return p
 
 
@@ -630,6 +852,8 @@ def nsgdm(p: Tensor, gs: Any, lr: float, momentum: float) -> Tensor:
 
 B = (0.8, 0.95)
 HESSIAN = {"extras": lambda grads: {"hessian": [hessian_of(g) for g in grads]}}
+# Signs of sums that are nearly 0 differ between dtypes, and have no derivatives.
+SIGNS = dict.fromkeys(("derivatives", "float32", "bfloat16", "bfloat16 exact"), 2.0)
 # d follows small differences.
 ROUNDED = {"allowed": {"bfloat16": 0.4, "bfloat16 exact": 0.4}}
 # Hyperparameters other than the defaults, and what else `check_rule` takes.
@@ -645,6 +869,7 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "adanorm": ({"gamma": 0.8}, {}),
     "adashift": ({"beta": 0.9, "keep": 2, "eps": 0.1}, {}),
     "aggmo": ({"betas": (0.0, 0.5, 0.9)}, {}),
+    "apollo": ({"rank": 3, "gap": 3, "scale": 0.5, "seed": 7}, {}),
     "came": ({"betas": (0.8, 0.95, 0.9), "eps": (1e-3, 1e-3), "clip": 0.9}, {}),
     "cocob": ({"alpha": 3.0}, {"lr": 1.0}),
     "d_adaptation": ({"first": 0.1}, ROUNDED),
@@ -658,6 +883,10 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grams": ({"betas": B, "eps": 1e-2}, {}),
     "grokfast": ({"betas": B, "alpha": 0.7, "amplify": 1.5, "eps": 1e-2}, {}),
     "kate": ({"eta": 0.3, "eps": 1e-2}, {}),
+    "kourkoutas": (
+        {"beta": 0.8, "low": 0.5, "high": 0.95, "alpha": 0.7, "eps": 1e-2},
+        {},
+    ),
     "laprop": ({"betas": B, "eps": 1e-2}, {}),
     "lars": ({"trust": 0.2, "l2": 0.1}, {}),
     # With lr=1 the first step is as long as `first`, where the maximum has a kink.
@@ -684,4 +913,20 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "spam": ({"betas": B, "theta": 2.0, "every": 3, "warm": 2, "eps": 1e-3}, {}),
     "srsgd": ({"every": 3}, {}),
     "yogi": ({"eps": 0.01}, {}),
+    "adagc": (
+        {"betas": B, "beta": 0.7, "ratio": 1.05, "warm": 3.5},
+        {"extras": lambda step: {"total": torch.stack([g.norm() for g in step]).norm()}},
+    ),
+    "adago": ({"momentum": 0.8, "most": 2.0, "start": 0.5}, {}),
+    "ano": ({"betas": B, "eps": 1e-2}, {}),
+    "bcos": ({"beta": 0.8, "eps": 1e-2}, {}),
+    "conda": ({"betas": B, "eps": 1e-2, "gap": 4}, {}),
+    "dion": ({"momentum": 0.8, "rank": 2, "seed": 7}, {}),
+    "adamhd": ({"betas": B, "eps": 1e-2, "beta": 0.7, "weight_decay": 0.3}, {}),
+    "focus": ({"betas": B, "gamma": 0.3, "weight_decay": 0.2}, {"allowed": SIGNS}),
+    "namo": ({"betas": B, "eps": 1e-2, "weight_decay": 0.2}, {}),
+    "mvn_grad": ({"betas": B, "eps": 1e-2}, {}),
+    "polargrad": ({"momentum": 0.8}, {}),
+    "racs": ({"beta": 0.8, "alpha": 0.1, "growth": 1.1}, {}),
+    "splus": ({"betas": B, "gap": 4}, {"allowed": SIGNS}),
 }

@@ -72,7 +72,7 @@ def run_script(
     Returns:
         The first exit status that is not 0, and what all of them wrote.
     """
-    variables = [environment or {}] if count is None else _torchrun(count)
+    variables = [environment or {}] if count is None else torchrun(count)
     with tempfile.TemporaryDirectory() as folder:
         processes, texts = [], []
         for rank, own in enumerate(variables):
@@ -86,7 +86,7 @@ def run_script(
     return subprocess.CompletedProcess([str(path), *options], status, out, err)
 
 
-def _torchrun(count: int) -> list[Variables]:
+def torchrun(count: int) -> list[Variables]:
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}

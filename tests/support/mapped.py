@@ -1,4 +1,4 @@
-"""A rule whose map of whole tensors reads parameters and keeps two fields; its class."""
+"""A rule whose map of whole tensors reads parameters and moments, with two fields."""
 
 from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -33,11 +33,11 @@ def direction(g: Tensor, s: State, c: Coeffs, x: Tensor) -> Direction:
     return Direction(m + 0.1 * x, s._replace(exp_avg=m))
 
 
-def whole(d: Tensor, x: Tensor, fields: Any, c: Coeffs) -> Any:
-    rows, sides = fields
+def whole(d: Tensor, read: Any, fields: Any, c: Coeffs) -> Any:
+    (x, m), (rows, sides) = read, fields
     rows = c.beta * rows + d.square().mean(-1, keepdim=True)
     sides = sides + 0.1 * x.square().sum() / max(1, x.numel())
-    return (d - d.mean()) / (rows.sqrt() + sides.sum()), (rows, sides)
+    return (d - d.mean() + m) / (rows.sqrt() + sides.sum()), (rows, sides)
 
 
 mapped_rule: Rule = Rule(
@@ -46,7 +46,7 @@ mapped_rule: Rule = Rule(
     init=init,
     coeffs=lambda t: Coeffs(0.9),
     direction=direction,
-    whole=Whole(whole, ("row_avg", "sides")),
+    whole=Whole(whole, ("row_avg", "sides"), reads=("x", "exp_avg")),
     accumulate=lambda c: c._replace(beta=1.0),
     reads_param=True,
 )

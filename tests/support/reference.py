@@ -31,6 +31,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from cookbook import drawn_whole
 from torch import Tensor
 
 Rate = float | list[float]
@@ -223,8 +224,27 @@ sgd = _path_of(
 )
 
 
+def mars_gradient(s: State, g: Tensor, at: At, mars: float) -> Tensor:
+    """MARS (Yuan et al., arXiv 2411.10438, Algorithm 2 and 3, approximate).
+
+    c_t = g_t + mars * b1 / (1 - b1) * (g_t - g_{t-1})            with g_0 = g_1
+    c_t = c_t / ||c_t|| if ||c_t|| > 1, in the place of g_t
+    """
+    if not mars:
+        return g
+    b1, _ = at.betas
+    c = g if at.t == 1 else g + mars * b1 / (1 - b1) * (g - s["g_prev"])
+    return c / max(1.0, c.norm().item())
+
+
 def adam_move(
-    p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6, amsgrad: bool = False
+    p: Tensor,
+    s: State,
+    g: Tensor,
+    at: At,
+    eps: float = 1e-6,
+    amsgrad: bool = False,
+    mars: float = 0.0,
 ) -> Moved:
     """Adam (Kingma & Ba, arXiv 1412.6980, Algorithm 1).
 
@@ -236,8 +256,9 @@ def adam_move(
     AMSGrad (Reddi et al., arXiv 1904.09237): vhat_t = max(v_1, ..., v_t) / (1 - b2^t);
     that paper has no bias correction, torch adds it after the maximum, as here.
     """
-    m, v = _averages(s, g, *at.betas)
-    new = {"m": m, "v": v}
+    c = mars_gradient(s, g, at, mars)
+    m, v = _averages(s, c, *at.betas)
+    new = {"m": m, "v": v, "g_prev": g}
     if amsgrad:
         new["v_max"] = v = torch.maximum(s["v_max"], v)
     m_hat, v_hat = _corrected(m, v, at.t, *at.betas)
@@ -255,7 +276,11 @@ adam = _path_of(adam_move, "m", "v", "v_max", tried=AMSGRAD, betas=(0.9, 0.99), 
 # decay="fully" (lr = eta_t * alpha, max_lr = alpha). Libraries mean "decoupled" by AdamW:
 # the decay term is lr * wd * p_{t-1}.
 adamw = _path_of(
-    adam_move, "m", "v", "v_max", tried=AMSGRAD, betas=(0.9, 0.99), weight_decay=1e-2
+    adam_move,
+    *("m", "v", "v_max", "g_prev"),
+    tried=[*AMSGRAD, {"mars": 0.025}],
+    betas=(0.9, 0.99),
+    weight_decay=1e-2,
 )
 
 
@@ -313,7 +338,7 @@ def lion_average(s: State, g: Tensor, at: At) -> Tensor:
     return b1 * s["m"] + (1 - b1) * g
 
 
-def lion_move(p: Tensor, s: State, g: Tensor, at: At) -> Moved:
+def lion_move(p: Tensor, s: State, g: Tensor, at: At, mars: float = 0.0) -> Moved:
     """Lion (Chen et al., arXiv 2302.06675, Algorithm 2).
 
     c_t = b1 * m_{t-1} + (1 - b1) * g_t
@@ -321,11 +346,12 @@ def lion_move(p: Tensor, s: State, g: Tensor, at: At) -> Moved:
     m_t = b2 * m_{t-1} + (1 - b2) * g_t
     """
     _, b2 = at.betas
-    d = at.masked(torch.sign(lion_average(s, g, at)), g)
-    return -at.lr * d - at.lam * p, {"m": b2 * s["m"] + (1 - b2) * g}
+    c = mars_gradient(s, g, at, mars)
+    d = at.masked(torch.sign(lion_average(s, c, at)), g)
+    return -at.lr * d - at.lam * p, {"m": b2 * s["m"] + (1 - b2) * c, "g_prev": g}
 
 
-lion = _path_of(lion_move, "m", betas=(0.9, 0.99))
+lion = _path_of(lion_move, "m", "g_prev", betas=(0.9, 0.99), tried=[{"mars": 0.5}])
 
 
 def radam_move(
@@ -656,9 +682,11 @@ def muon_move(
     nesterov: bool = True,
     table: tuple[Triple, ...] = (STANDARD,) * 5,
     eps: float = 1e-7,
-    scale: Callable[[int, int], float] = rms_scale,
+    scale: Callable[[int, int], float] | None = rms_scale,
     split: tuple[int, ...] | None = None,
     row_beta: float | None = None,
+    element_beta: float | None = None,
+    hyperball: bool = False,
 ) -> Moved:
     """Muon (Jordan et al. 2024; Liu et al., arXiv 2502.16982), as torch.optim has it.
 
@@ -670,26 +698,47 @@ def muon_move(
     NorMuon (Li et al., arXiv 2510.05491, Algorithm 1) has in place of O_t
     N_t * ||O_t|| / ||N_t||,   N_t = O_t / (sqrt(r_t) + 1e-10) by rows,
     r_t = row_beta * r_{t-1} + (1 - row_beta) * mean_j O_ij^2
+
+    AdaMuon (Si et al., arXiv 2507.11005) has O_t of sign(N_t), and in place of O_t
+    A_t * sqrt(min(m, n)) / ||A_t||,   A_t = O_t / (sqrt(v_t) + 1e-8),
+    v_t = element_beta * v_{t-1} + (1 - element_beta) * O_t^2
+
+    PolarGrad (Lau et al., arXiv 2505.21799; scale None) has s = <N_t, O_t>.
+
+    Hyperball (Wen et al., arXiv 2606.16899): with R = ||p_{t-1}|| and u_t the update,
+    p_t = R * y / ||y||,   y = p_{t-1} - lr * R * u_t / ||u_t||
     """
     b = momentum * s["b"] + (1 - momentum) * g
     d = (1 - momentum) * g + momentum * b if nesterov else b
     split = split or (d.shape[0],)
     moves, kept = [], []
-    for x, r in zip(d.flatten(1).split(split), s["r"].split(split)):
-        o = orthogonalized(x, table, eps)
+    flat = [y.flatten(1).split(split) for y in (d, p, s["v"])]
+    squares = []
+    for x, w, v, r in zip(*flat, s["r"].split(split)):
+        o = orthogonalized(x if element_beta is None else x.sign(), table, eps)
+        factor = (x * o).sum() if scale is None else scale(*x.shape)
+        if element_beta is not None:
+            v = element_beta * v + (1 - element_beta) * o.square()
+            a = o / (v.sqrt() + 1e-8)
+            o = a * math.sqrt(min(x.shape)) / (a.norm() + 1e-8)
         if row_beta is not None:
             r = row_beta * r + (1 - row_beta) * o.square().mean(1, keepdim=True)
             n = o / (r.sqrt() + 1e-10)
             o = n * o.norm() / (n.norm() + 1e-10)
-        moves.append(scale(*x.shape) * o)
+        move = -at.lr * factor * o
+        if hyperball:
+            y = w - at.lr * w.norm() * o / o.norm()
+            move = y * (w.norm() / y.norm()) - w
+        moves.append(move)
         kept.append(r)
-    move = torch.cat(moves).reshape(p.shape)
-    return -at.lr * move - at.lam * p, {"b": b, "r": torch.cat(kept)}
+        squares.append(v)
+    new = {"b": b, "r": torch.cat(kept), "v": torch.cat(squares)}
+    return torch.cat(moves).reshape(p.shape) - at.lam * p, new
 
 
 def _rows(p: Tensor) -> State:
     made = torch.zeros_like(p, dtype=torch.float64)
-    return {"b": made, "r": made.flatten(1)[:, :1]}
+    return {"b": made, "r": made.flatten(1)[:, :1], "v": made}
 
 
 CUBIC = (1.5, -0.5, 0.0)
@@ -727,6 +776,10 @@ muon = _path_of(
         {"split": (3, 4)},
         ({"split": 7}, {"split": (1,) * 7}),
         ({"ns_coefficients": "deepseek"}, {"table": (STANDARD,) * 8 + (LAST,) * 2}),
+        ({"adjust_lr_fn": "nuclear"}, {"scale": None}),
+        {"element_beta": 0.9},
+        {"hyperball": True, "weight_decay": 0.0},
+        {"hyperball": True, "weight_decay": 0.0, "element_beta": 0.9, "split": (3, 4)},
     ],
 )
 normuon = _path_of(
@@ -738,8 +791,75 @@ normuon = _path_of(
         {"row_beta": 0.0},
         {"split": (3, 4)},
         {"nesterov": False},
+        ({"adjust_lr_fn": "nuclear"}, {"scale": None}),
+        {"hyperball": True, "weight_decay": 0.0},
     ],
 )
+
+
+def scion_move(
+    p: Tensor,
+    s: State,
+    g: Tensor,
+    at: At,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    norm: str = "spectral",
+    radius: float = 1.0,
+    eps: float = 1e-7,
+) -> Moved:
+    """Scion (Pethick et al., arXiv 2502.07529, Algorithms 1 and 2, tables 2 and 3).
+
+    b_t = mu * b_{t-1} + (1 - mu) * g_t                            mu = 1 - alpha
+    p_t = p_{t-1} - lr * radius * L(b_t) - lambda_t * p_{t-1}
+    L(b) = sqrt(m / n) * O of a matrix, b / RMS(b) of a vector, or sign(b) / n
+
+    lambda_t = lr is the constrained variant, 0 the unconstrained.
+    """
+    b = momentum * s["b"] + (1 - momentum) * g
+    d = (1 - momentum) * g + momentum * b if nesterov else b
+    if norm == "sign":
+        u = torch.sign(d) / (d.shape[1:].numel() if d.dim() > 1 else 1)
+    elif d.dim() > 1:
+        x = d.flatten(1)
+        u = (math.sqrt(x.shape[0] / x.shape[1]) * orthogonalized(x, eps=eps)).reshape(
+            d.shape
+        )
+    else:
+        u = d * math.sqrt(d.numel()) / max(d.norm().item(), eps)
+    return -at.lr * radius * u - at.lam * p, {"b": b}
+
+
+scion = _path_of(
+    scion_move,
+    "b",
+    weight_decay=1.0,
+    tried=[
+        {"norm": "sign"},
+        {"radius": 3.0},
+        {"momentum": 0.5},
+        {"nesterov": True},
+        {"eps": 5.0},
+        {"weight_decay": 0.0},
+    ],
+)
+
+
+def _along(matrix: Tensor, x: Tensor, k: int) -> Tensor:
+    """A matrix times x along its side k."""
+    return torch.tensordot(matrix, x, ([1], [k])).movedim(0, k)
+
+
+def _products(x: Tensor, k: int) -> Tensor:
+    """The products of the rows of x along its side k."""
+    others = [i for i in range(x.dim()) if i != k]
+    return torch.tensordot(x, x, (others, others))
+
+
+def _merged(g: Tensor, s: State, shape: tuple[int, ...] | None) -> tuple[Tensor, State]:
+    """The gradient and the averages in another shape."""
+    g = g.reshape(shape or g.shape)
+    return g, {name: x.reshape(g.shape) if name in "mv" else x for name, x in s.items()}
 
 
 def _in_bases(x: Tensor, s: State, back: bool = False) -> Tensor:
@@ -782,8 +902,7 @@ def soap_move(
     """
     shape, b1, b2 = g.shape, *at.betas
     lone = g.dim() < 2 and not precondition_1d
-    g = g.reshape(merged or shape)
-    s = {name: x.reshape(g.shape) if name in "mv" else x for name, x in s.items()}
+    g, s = _merged(g, s, merged)
     sides = [k for k, n in enumerate(g.shape) if n <= max_precond_dim and not lone]
     move, t = torch.zeros_like(p), at.t - 1
     if t > 0:
@@ -797,9 +916,7 @@ def soap_move(
     s = dict(s)
     b3 = b2 if shampoo_beta < 0 else shampoo_beta
     for k in sides:
-        others = [i for i in range(g.dim()) if i != k]
-        product = torch.tensordot(g, g, (others, others))
-        s[f"L{k}"] = b3 * s.get(f"L{k}", torch.zeros(())) + (1 - b3) * product
+        s[f"L{k}"] = b3 * s.get(f"L{k}", torch.zeros(())) + (1 - b3) * _products(g, k)
         if t == 0:
             s[f"Q{k}"] = torch.linalg.eigh(s[f"L{k}"])[1].flip(1)
     if t > 0 and t % precondition_frequency == 0:
@@ -826,6 +943,174 @@ soap = _path_of(
         {"max_precond_dim": 5},
         {"normalize_grads": True},
         {"correct_bias": False},
+    ],
+)
+
+
+def shampoo_move(
+    p: Tensor,
+    s: State,
+    g: Tensor,
+    at: At,
+    eps: float = 1e-8,
+    shampoo_beta: float = -1.0,
+    precondition_frequency: int = 10,
+    max_precond_dim: int = 10000,
+    merged: tuple[int, ...] | None = None,
+    precondition_1d: bool = False,
+    normalize_grads: bool = False,
+    correct_bias: bool = True,
+    kl: bool = False,
+    graft: bool | None = None,
+) -> Moved:
+    """Shampoo (Gupta et al., arXiv 1802.09568), by averages and with Adam's length.
+
+    L_k = b3 * L_k + (1 - b3) * (the products of g_t's rows along k),   k one of K sides > 1
+    m_t, v_t and the step a_t are Adam's, from the second gradient on
+    R_k = (L_k / (1 - b3^t) + 1e-6 * the largest eigenvalue)^(-1/2K),   u_t = m_t R_1 R_2
+    p_t = p_{t-1} - lr * u_t * ||a_t|| / ||u_t|| - lambda_t * p_{t-1}
+
+    The first gradient makes the roots, and each step after which the frequency has passed.
+
+    KL-Shampoo (Lin et al., arXiv 2509.03378), as in its authors' code: S_k = Q_k D_k Q_k^T,
+    Delta_k = (n_k / numel) * (the products of the rows along k of g_t times S_j^(-1/2)
+    along each other j);   L_k = b3 * L_k + (1 - b3) * Delta_k,
+    D_k = b3 * D_k + (1 - b3) * diag(Q_k^T Delta_k Q_k)
+    u_t = Q [Q^T m_t / (sqrt(D_1 x D_2 x ...) + eps)],   Q_k = the Q of QR(L_k Q_k)
+
+    where D_k begins as 0.1, and its roots are at least 1 / min(max(10, n_k), 4000).
+    """
+    shape, (b1, b2), t = g.shape, at.betas, at.t - 1
+    b3 = b2 if shampoo_beta < 0 else shampoo_beta
+    lone = g.dim() < 2 and not precondition_1d
+    g, s = _merged(g, s, merged)
+    sides = [k for k, n in enumerate(g.shape) if 1 < n <= max_precond_dim and not lone]
+    move, old = torch.zeros_like(g), dict(s)
+    if t > 0:
+        s["m"], s["v"] = _averages(s, g, b1, b2)
+        m, v = s["m"], s["v"]
+        if correct_bias:
+            m, v = _corrected(m, v, t, b1, b2)
+        move = adam = m / (v.sqrt() + eps)
+        if sides and kl:
+            scale = torch.ones_like(g)
+            for k in sides:
+                scale = (scale.movedim(k, -1) * s[f"D{k}"].sqrt()).movedim(-1, k)
+            move = _in_bases(_in_bases(m, s) / (scale + eps), s, back=True)
+        elif sides:
+            move = m
+            for k in sides:
+                move = _along(s[f"R{k}"], move, k)
+        if sides and (not kl if graft is None else graft):
+            move = move * adam.norm() / max(move.norm().item(), 1e-300)
+        if normalize_grads:
+            move = move / move.square().mean().sqrt().clamp(min=1e-154)
+    due = t > 0 and t % precondition_frequency == 0
+    for k in sides:
+        y, n = g, g.shape[k]
+        for j in sides if kl and t > 0 else []:
+            q, d = old[f"Q{j}"], old[f"D{j}"]
+            y = y if j == k else _along(q @ d.rsqrt().diag() @ q.T, y, j)
+        delta = _products(y, k) * (n / g.numel() if kl else 1.0)
+        factor = s[f"L{k}"] = b3 * s.get(f"L{k}", torch.zeros(())) + (1 - b3) * delta
+        if kl and t == 0:
+            s[f"Q{k}"] = torch.linalg.eigh(factor)[1].flip(1)
+            s[f"D{k}"] = torch.full((n,), 0.1, dtype=torch.float64)
+        elif kl:
+            q = s[f"Q{k}"]
+            d = b3 * s[f"D{k}"] + (1 - b3) * (q.T @ delta @ q).diagonal()
+            s[f"D{k}"] = d.clamp(min=min(max(10, n), 4000) ** -2)
+            s[f"Q{k}"] = torch.linalg.qr(factor @ q)[0] if due else q
+        elif t == 0 or due:
+            d, q = torch.linalg.eigh(factor / (1 - b3**at.t) if correct_bias else factor)
+            d = d.clamp(min=0) + 1e-6 * d.max()
+            s[f"R{k}"] = q @ (d ** (-0.5 / len(sides))).diag() @ q.T
+    s = {name: x.reshape(shape) if name in "mv" else x for name, x in s.items()}
+    return -at.lr * move.reshape(shape) - at.lam * p, s
+
+
+shampoo = _path_of(
+    shampoo_move,
+    "m",
+    "v",
+    betas=(0.9, 0.98),
+    weight_decay=0.01,
+    tried=[
+        {"shampoo_beta": 0.8},
+        {"precondition_frequency": 3},
+        {"max_precond_dim": 5},
+        {"graft": False},
+        {"kl": True},
+        {"kl": True, "graft": True, "correct_bias": False},
+        {"normalize_grads": True},
+        {"correct_bias": False},
+    ],
+)
+
+
+def kron_move(
+    p: Tensor,
+    s: State,
+    g: Tensor,
+    at: At,
+    momentum: float = 0.9,
+    precond_lr: float = 0.1,
+    precond_update_prob: float = 0.03,
+    precond_flat_start: float = 500.0,
+    max_size_triangular: int = 8192,
+    seed: int = 0,
+) -> Moved:
+    """PSGD Kron (Li, arXiv 1512.04202), as in kron_torch, which fits at random steps.
+
+    m_t = mu * m_{t-1} + (1 - mu) * g_t;   d = m_t / (1 - mu^t)
+    At some steps a = (x Q_k) d, b = (x Q_k^-T) v, and with products of their rows along k
+    Q_k = Q_k - lr_Q * triu(A_k - B_k) Q_k / |A_k + B_k|, of a diagonal the diagonals
+    u = (x Q_k^T Q_k) d
+    p_t = p_{t-1} - lr * u * min(1, 1.1 / rms(u)) - lambda_t * p_{t-1}
+
+    |X| is max|X| times |X'(X'x) / |X'x||, X' = X / max|X| and x its longest row.
+    """
+    s, t = dict(s), at.t
+    s["m"] = momentum * s["m"] + (1 - momentum) * g
+    d = (s["m"] / (1 - momentum**t)).reshape(g.shape or (1,))
+    sides = [*enumerate(d.shape)]
+    for k, n in sides:
+        s.setdefault(f"Q{k}", torch.eye(n, dtype=torch.float64))
+    share = math.exp((precond_flat_start + 1 - t) / (2 * precond_flat_start))
+    if t * 0.6180339887498949 % 1 < max(precond_update_prob, share):
+        (b,) = drawn_whole(seed, t - 1, 0, tuple(d.shape))
+        a = d
+        for k, _ in sides:
+            a = _along(s[f"Q{k}"], a, k)
+            b = _along(torch.linalg.inv(s[f"Q{k}"]).T, b, k)
+        for k, n in sides:
+            aa, bb = (_products(x, k) for x in (a, b))
+            if g.dim() > 1 and 1 < n <= max_size_triangular:
+                most = (aa + bb).abs().max()
+                whole = (aa + bb) / most
+                x = whole @ whole[whole.square().sum(1).argmax()]
+                size = most * (whole @ (x / x.norm())).norm()
+            else:
+                aa, bb = (x.diagonal().diag() for x in (aa, bb))
+                size = (aa + bb).max()
+            change = (aa - bb).triu() @ s[f"Q{k}"] / size
+            s[f"Q{k}"] = s[f"Q{k}"] - precond_lr * change
+    u = d
+    for k, _ in sides:
+        u = _along(s[f"Q{k}"].T @ s[f"Q{k}"], u, k)
+    u = u * min(1.0, 1.1 / (u.square().mean().sqrt().item() + 1e-6))
+    return -at.lr * u.reshape(p.shape) - at.lam * p, s
+
+
+kron = _path_of(
+    kron_move,
+    "m",
+    tried=[
+        {"momentum": 0.5},
+        {"precond_lr": 0.2},
+        {"precond_update_prob": 0.3, "precond_flat_start": 2.0},
+        {"max_size_triangular": 5},
+        {"seed": 3},
     ],
 )
 

@@ -147,9 +147,11 @@ def fresh_pair(model: nn.Module, release: bool = False) -> tuple[nn.Module, Any]
     return model, AdamW(model.parameters(), **options)
 
 
-def passed_to(transfer: Any, model: nn.Module, optimizer: Any, path: Path) -> Any:
+def passed_to(
+    transfer: Any, model: nn.Module, optimizer: Any, path: Path, how: Any = None
+) -> Any:
     """The state of both, once dcp.save or dcp.load has had it."""
-    weights, state = sd.get_state_dict(model, optimizer)
+    weights, state = sd.get_state_dict(model, optimizer, options=how)
     kept = {"model": weights, "optimizer": state}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -157,15 +159,16 @@ def passed_to(transfer: Any, model: nn.Module, optimizer: Any, path: Path) -> An
     return kept
 
 
-def save(model: nn.Module, optimizer: Any, path: Path) -> None:
-    passed_to(dcp.save, model, optimizer, path)
+def save(model: nn.Module, optimizer: Any, path: Path, how: Any = None) -> None:
+    passed_to(dcp.save, model, optimizer, path, how)
 
 
-def load(model: nn.Module, optimizer: Any, path: Path) -> None:
-    kept = passed_to(dcp.load, model, optimizer, path)
+def load(model: nn.Module, optimizer: Any, path: Path, how: Any = None) -> None:
+    kept = passed_to(dcp.load, model, optimizer, path, how)
     sd.set_state_dict(
         model,
         optimizer,
         model_state_dict=kept["model"],
         optim_state_dict=kept["optimizer"],
+        options=how,
     )

@@ -26,7 +26,7 @@ from tiers import row
 from optimi_func.core import math
 from optimi_func.execution import inductor
 
-# Seconds after which a world is given up.
+# Seconds after which a world is given up: long after messages are, whose errors say where.
 PATIENCE = 600.0
 
 
@@ -80,7 +80,7 @@ def _serve(orders: Connection, rank: int, size: int, store: Path) -> None:
     math.multiplies_bfloat16 = lambda: False  # as in conftest.py
     inductor.PRECOMPILE_HEADERS = True
     where = {"init_method": f"file://{store}", "rank": rank, "world_size": size}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE), **where)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE / 3), **where)
     while (order := orders.recv()) is not None:
         module, name, given = order
         try:

@@ -163,6 +163,24 @@ extern "C" int run_shaped(void* code, int64_t count, int64_t rows, const int64_t
     return 0;
 }
 
+// Draw 16 random bits for each of n elements, as core/philox.py does.
+extern "C" void draw_bits(int32_t* bits, int64_t n, uint64_t seed, uint64_t step,
+    uint32_t place, int64_t threads) {
+#pragma omp parallel for num_threads(n > GRAIN ? threads : 1)
+    for (int64_t i = 0; i < (n + 7) / 8; ++i) {
+        uint32_t a = i, b = place, c = step, d = (step >> 32) + (1u << 31);
+        uint32_t k0 = seed, k1 = seed >> 32;
+        for (int round = 0; round < 10; ++round) {
+            const uint64_t x = a * (uint64_t)0xD2511F53, y = c * (uint64_t)0xCD9E8D57;
+            a = (y >> 32) ^ b ^ k0, b = y, c = (x >> 32) ^ d ^ k1, d = x;
+            k0 += 0x9E3779B9, k1 += 0xBB67AE85;
+        }
+        const uint32_t words[] = {a, b, c, d};
+        for (int64_t j = 0; j < 8 && 8 * i + j < n; ++j)
+            bits[8 * i + j] = words[j / 2] >> (j % 2 * 16) & 0xffff;
+    }
+}
+
 // Return 1 if the 0-d tensors, `floats` float32 step counts and then float64 scalars of
 // the state, are as expected.
 extern "C" int64_t counts_hold(

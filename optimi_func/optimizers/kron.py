@@ -1,0 +1,144 @@
+"""PSGD with Kronecker factors (Li 2015)."""
+
+import math
+from dataclasses import KW_ONLY
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimi_func.core.checks import check_whole
+from optimi_func.core.math import choose, norm, symmetric
+from optimi_func.core.rule import Scalar
+from optimi_func.rules import Body, Float, Moment, Shaped, functions, root
+
+__all__ = ["Kron", "kron", "kron_init", "kron_step"]
+
+
+class Kron(Body, name="kron"):
+    """PSGD Kron: momentum, made white by a Kronecker product of triangular factors.
+
+        m <- momentum * m + (1 - momentum) * g,   d = m / (1 - momentum^t)
+        u  = Q^T Q d,   Q = the product of a Q_i for each dimension
+        p <- p - lr * u * min(1, 1.1 / rms(u)) - lr * weight_decay * p
+
+    A fit is Q_i <- Q_i - precond_lr * triu(A - B) Q_i / |A + B|, with A and B the products
+    of Q d and of Q^-T z along dimension i, z normal. It is dear, so that only a share of
+    steps has one: max(precond_update_prob, exp((f + 1 - t) / 2f)), f = precond_flat_start,
+    at t where the fraction of 0.618 t is less. A pure step that cannot read its count fits
+    every time: if it is traced or vmapped, or on an accelerator.
+
+    Q_i begins as 1. It is a diagonal of a side that is 1 or too long, and of vectors.
+
+    Args:
+        momentum: Share of m kept, in [0, 1).
+        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
+            lr / max_lr.
+        precond_lr: Factor on the step of each Q_i.
+        precond_update_prob: The least share of steps with a fit, in [0, 1].
+        precond_flat_start: Steps that all have one, before the share falls.
+        max_size_triangular: The longest side whose Q_i is a triangle.
+        seed: Seed of the z of all steps.
+
+    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+
+    References:
+        Li, "Preconditioned Stochastic Gradient Descent", arXiv:1512.04202, as in
+        github.com/evanatyourservice/kron_torch.
+
+    >>> w = torch.eye(2, requires_grad=True)
+    >>> Kron([w], lr=0.1, compile=False).step((3 * w).sum().backward)
+    >>> (w.detach() - torch.eye(2)).square().mean().sqrt()  # at most 1.1 lr
+    tensor(0.1100)
+    """
+
+    lr: Float = Float(1e-3)
+    momentum: Float = Float(0.9, "momentum", below=1.0)
+    weight_decay: Float = Float(0.0)
+    _: KW_ONLY
+    precond_lr: Float = Float(0.1, "rate of the factors")
+    precond_update_prob: Float = Float(0.03, "share of fits", most=1.0)
+    precond_flat_start: Float = Float(500.0, "flat start")
+    max_size_triangular: int = 8192
+    seed: int = 0
+
+    class State(NamedTuple):
+        momentum_buffer: Moment  # m
+        factors: Shaped  # the Q_i one after the other
+
+    def check(self) -> None:
+        check_whole("max_size_triangular", self.max_size_triangular, 1)
+
+    def shapes(self, sizes: torch.Size) -> list[tuple[int, ...]]:
+        """Return the shapes of the Q_i."""
+        most = self.max_size_triangular if len(sizes) > 1 else 1
+        return [(n, n) if 1 < n <= most else (n,) for n in sizes or (1,)]
+
+    def init(self, p: Tensor):
+        ones = [torch.ones(n[0], device=p.device) for n in self.shapes(p.shape)]
+        pairs = zip(ones, self.shapes(p.shape))
+        first = [x if len(n) == 1 else x.diag().flatten() for x, n in pairs]
+        return self.State._make((None, torch.cat(first)))
+
+    def direction(self, g: Tensor, s: State, t: float):
+        m = self.momentum * s.momentum_buffer + (1 - self.momentum) * g
+        return m / (1 - self.momentum**t), s._replace(momentum_buffer=m)
+
+    def whole(self, d: Tensor, s: State, t: Scalar, normal: Any):
+        shapes = self.shapes(d.shape)
+        x = d.reshape(d.shape or (1,)).contiguous()  # whatever its order of memory
+        parts = s.factors.split([math.prod(n) for n in shapes])
+        qs = [q.view(n) for q, n in zip(parts, shapes)]
+        flat, least = self.precond_flat_start, self.precond_update_prob
+        share = math.e ** ((flat + 1.0 - t) / (2.0 * flat + 1e-12))
+        fits = (t * (5**0.5 - 1) / 2) % 1.0 < choose(share > least, share, least)
+        if d.numel() and fits is not False:
+            new = fitted(qs, x, normal(x.shape), self.precond_lr)
+            qs = [y if fits is True else torch.where(fits, y, q) for y, q in zip(new, qs)]
+        for i, q in enumerate(qs):
+            x = along(q if q.dim() == 1 else q.mT, along(q, x, i), i)
+        x = x * (1.1 / (root((x * x).mean()) + 1e-6)).clamp_max(1.0)
+        factors = torch.cat([q.flatten() for q in qs])
+        return x.reshape(d.shape), s._replace(factors=factors)
+
+
+def along(q: Tensor, x: Tensor, i: int) -> Tensor:
+    """Return Q x along dimension i."""
+    y = x.movedim(i, -1)
+    return (y * q if q.dim() == 1 else y @ q.mT).movedim(-1, i)
+
+
+def fitted(qs: list[Tensor], a: Tensor, b: Tensor, rate: Scalar) -> list[Tensor]:
+    """Return the factors after a fit to a by noise b, with equal maxima."""
+    for i, q in enumerate(qs):
+        if q.dim() == 1:
+            back = 1.0 / q
+        else:
+            one = torch.ones_like(q[0]).diag()
+            back = torch.linalg.solve_triangular(q, one, upper=True).mT
+        a, b = along(q, a, i), along(back, b, i)
+    new: list[Tensor] = []
+    for i, q in enumerate(qs):
+        rows = [y.movedim(i, 0).reshape(len(q), -1) for y in (a, b)]
+        if q.dim() == 1:
+            aa, bb = [(y * y).sum(1) for y in rows]
+            change, size = (aa - bb) * q, (aa + bb).amax()
+        else:
+            aa, bb = [symmetric(y, y.mT) for y in rows]
+            change, size = (aa - bb).triu() @ q, lower_bound(aa + bb)
+        new.append(q - rate * change / size)
+    maxima = torch.stack([q.abs().amax() for q in new])
+    return [q * x for q, x in zip(new, maxima.log().mean().exp() / maxima)]
+
+
+def lower_bound(x: Tensor) -> Tensor:
+    """Return a lower bound of the largest eigenvalue of a positive matrix."""
+    most = x.amax()
+    x = x / most
+    longest = (x * x).sum(1).argmax(0, keepdim=True)
+    y = x @ x.index_select(0, longest)[0]  # an index would wait for a device
+    return most * norm(x @ (y / norm(y)))
+
+
+State = Kron.State  # found by torch.load(weights_only=True)
+kron, kron_init, kron_step = functions(Kron)

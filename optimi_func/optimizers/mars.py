@@ -1,0 +1,64 @@
+"""MARS (Yuan et al. 2024), as an option of others."""
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from optimi_func.classes.fields import FloatOrNone
+from optimi_func.rules import Betas, Body, Float, root, where
+from optimi_func.state.convert import Group
+
+
+def refuse_mars(group: Group) -> Group:
+    """Return no options of torch's; raise if a group has MARS, which torch lacks."""
+    if group["mars"] is not None:
+        raise ValueError(f"torch.optim cannot go on with mars={group['mars']!r}")
+    return {}
+
+
+class Corrected(Body):
+    """Base class of optimizers that may correct their gradients by the one before.
+
+    Their `directed` and `accumulated` are those of a gradient as it is. With the option
+    they have `measure` and a state with prev_grad, and no `accumulate`.
+    """
+
+    directed: ClassVar[Callable[..., tuple[Tensor, Any]]]
+    accumulated: ClassVar[Callable[..., tuple[Tensor, Any]]]
+
+    betas: Betas = Betas(0.9, 0.99)
+    weight_decay: Float = Float(0.0)
+    _: KW_ONLY
+    mars: FloatOrNone = FloatOrNone(None, "mars", type(None), argument=float | None)
+
+    @property
+    def direction(self) -> Callable[..., Any]:
+        """The direction, which takes `length` of `measure` if gradients are corrected."""
+        return self.directed if self.mars is None else self.of_corrected
+
+    @property
+    def accumulate(self) -> Callable[..., Any] | None:
+        """None if gradients are corrected, because parts of one have no former gradient."""
+        return self.accumulated if self.mars is None else None
+
+    @property
+    def measure(self) -> Callable[..., Any] | None:
+        """The norms that corrected gradients are divided by, else None."""
+        return None if self.mars is None else self.lengths
+
+    def lengths(
+        self, mean: Callable[[Tensor], Tensor], numel: Tensor, g: Tensor, s: Any, t: float
+    ):
+        c = self.corrected(g, s, t)
+        return {"length": root(mean(c * c) * numel).clamp_min(1.0)}
+
+    def of_corrected(self, g: Tensor, s: Any, t: float, length: Tensor):
+        d, new = self.directed(self.corrected(g, s, t) / length, s, t)
+        return d, new._replace(prev_grad=g)
+
+    def corrected(self, g: Tensor, s: Any, t: float) -> Tensor:
+        assert self.mars is not None
+        b1, _ = self.betas
+        return g + where(t > 1, self.mars * b1 / (1 - b1), 0.0) * (g - s.prev_grad)

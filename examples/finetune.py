@@ -194,7 +194,7 @@ def results_table(found: dict[float, dict[str, Run]]) -> str:
 def plot(found: dict[float, dict[str, Run]], path: Path) -> None:
     """A column for each learning rate: distances above, losses below."""
     figure, grid = plt.subplots(
-        2, len(found), figsize=(12, 8), layout="constrained", squeeze=False
+        2, len(found), figsize=(8, 6.8), layout="constrained", squeeze=False
     )
     for (above, below), (lr, runs) in zip(grid.T, found.items()):
         for name, run in runs.items():
@@ -209,13 +209,13 @@ def plot(found: dict[float, dict[str, Run]], path: Path) -> None:
             style = "--" if name == "exact" else "-"
             below.plot(steps, run.losses, style, **line)
         above.set_yscale("log")
-        above.set_ylim(1e-5, 3)
-        above.set_title(f"lr {lr:g}")
+        above.set_ylim(1e-6, 3)
+        above.set_title(f"learning rate {lr:g}")
         above.legend(title="at the end", frameon=False, fontsize=9)
         below.set_xlabel("step")
         for axes in (above, below):
             axes.grid(alpha=0.3)
-    grid[0, 0].set_ylabel("distance from float32 / float32's movement")
+    grid[0, 0].set_ylabel("distance from float32's weights\n/ how far those moved")
     grid[1, 0].set_ylabel("loss on the moved digits")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

@@ -569,7 +569,7 @@ def draw(axes: Axes, timeline: Timeline, title: str, unit: float) -> None:
     totals = timeline.totals()
     peak = max(totals)
     axes.plot(totals.index(peak), peak / unit, "v", color="black", markersize=7)
-    axes.set_title(f"{title}: peak {gigabytes(peak)}", fontsize=11)
+    axes.set_title(f"{title}:\npeak {gigabytes(peak)}", fontsize=10)
     phases = [*timeline.phases, (len(totals), "")]
     for (begin, name), (end, _) in pairwise(phases):
         shade = SHADES.get(name.split()[0])
@@ -592,7 +592,7 @@ def plot(timelines: dict[str, Timeline], config: Config) -> None:
     """Draw all runs with one scale of memory."""
     highest = max(max(timeline.totals()) for timeline in timelines.values())
     unit, label = (1e9, "GB") if highest >= 1e8 else (1e6, "MB")
-    figure, grid = plt.subplots(3, 2, figsize=(12, 12), sharey=True, layout="constrained")
+    figure, grid = plt.subplots(3, 2, figsize=(8.4, 10), sharey=True, layout="constrained")
     for axes, (name, timeline) in zip(grid.flat, timelines.items()):
         draw(axes, timeline, f"{name} ({WAYS[name].title})", unit)
         axes.axhline(highest / unit, color="black", linewidth=0.8, linestyle="--")
@@ -607,9 +607,7 @@ def plot(timelines: dict[str, Timeline], config: Config) -> None:
     for phase, shade in SHADES.items():
         handles.append(Patch(color=shade))
         labels.append(f"{phase} (top)")
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=len(labels), frameon=False
-    )
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     config.out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(config.out, dpi=120)
     plt.close(figure)

@@ -34,7 +34,9 @@ class SignSGD(Optimizer):
         return m.sign(), self.State(m)
 
 
-def signsgd_loop(p: Tensor, g: Tensor, memory: dict[str, Tensor], t: int, lr: float):
+def signsgd_loop(
+    p: Tensor, g: Tensor, memory: dict[str, Tensor], t: int, lr: float
+):
     m = memory.setdefault("m", torch.zeros_like(p))
     m.mul_(0.9).add_(g, alpha=1 - 0.9)
     p.sub_(lr * m.sign())
@@ -45,7 +47,7 @@ def signsgd_loop(p: Tensor, g: Tensor, memory: dict[str, Tensor], t: int, lr: fl
 
 # --8<-- [start:adabelief]
 class AdaBelief(Optimizer):
-    """Adam with the variance of the gradient around its mean (arXiv:2010.07468)."""
+    """Adam with the variance of g around its mean (arXiv:2010.07468)."""
 
     betas: tuple[float, float] = (0.9, 0.99)
     eps: float = 1e-8
@@ -62,7 +64,9 @@ class AdaBelief(Optimizer):
         return d, self.State(m, v)
 
 
-def adabelief_loop(p: Tensor, g: Tensor, memory: dict[str, Tensor], t: int, lr: float):
+def adabelief_loop(
+    p: Tensor, g: Tensor, memory: dict[str, Tensor], t: int, lr: float
+):
     m = memory.setdefault("m", torch.zeros_like(p))
     v = memory.setdefault("v", torch.zeros_like(p))
     m.mul_(0.9).add_(g, alpha=1 - 0.9)
@@ -75,7 +79,7 @@ def adabelief_loop(p: Tensor, g: Tensor, memory: dict[str, Tensor], t: int, lr: 
 
 # --8<-- [start:orthogonal]
 class Orthogonal(Optimizer):
-    """Step by a matrix's momentum with its singular values brought to about 1."""
+    """Step by a momentum whose singular values are brought to about 1."""
 
     momentum: float = 0.9
     steps: int = 5
@@ -97,7 +101,9 @@ class Orthogonal(Optimizer):
         return None if p.dim() == 2 else "Orthogonal takes matrices"
 
 
-def orthogonal_loop(p: Tensor, g: Tensor, memory: dict[str, Tensor], t: int, lr: float):
+def orthogonal_loop(
+    p: Tensor, g: Tensor, memory: dict[str, Tensor], t: int, lr: float
+):
     b = memory.setdefault("b", torch.zeros_like(p)).mul_(0.9).add_(g)
     x = b / b.norm().clamp_min(1e-7)
     for _ in range(5):
@@ -116,8 +122,11 @@ x, y = torch.tensor(IMAGES, dtype=torch.float32) / 16, torch.tensor(LABELS)
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
-    layers = nn.Linear(64, 128, bias=False), nn.Tanh(), nn.Linear(128, 10, bias=False)
-    return nn.Sequential(*layers).to(dtype)
+    first, last = (
+        nn.Linear(64, 128, bias=False),
+        nn.Linear(128, 10, bias=False),
+    )
+    return nn.Sequential(first, nn.Tanh(), last).to(dtype)
 
 
 def batches(steps: int) -> Iterator[Tensor]:
@@ -134,10 +143,14 @@ def loss_of(params: Any, model: nn.Module, i: Tensor) -> Tensor:
 def validated(model: nn.Module) -> float:
     with torch.no_grad():
         dtype = next(model.parameters()).dtype
-        return F.cross_entropy(model(x[-400:].to(dtype)).float(), y[-400:]).item()
+        return F.cross_entropy(
+            model(x[-400:].to(dtype)).float(), y[-400:]
+        ).item()
 
 
-def trained(make: Any, steps: int, dtype: torch.dtype = torch.float32, **how: Any):
+def trained(
+    make: Any, steps: int, dtype: torch.dtype = torch.float32, **how: Any
+):
     """Return a model after steps of a class."""
     model = network(dtype)
     optimizer = make(model.parameters(), **how)
@@ -156,7 +169,9 @@ def looped(loop: Loop, steps: int, lr: float) -> nn.Module:
     memories = [dict[str, Tensor]() for _ in model.parameters()]
     for t, i in enumerate(batches(steps), 1):
         params = list(model.parameters())
-        grads = torch.autograd.grad(F.cross_entropy(model(x[i]), y[i]), params)
+        grads = torch.autograd.grad(
+            F.cross_entropy(model(x[i]), y[i]), params
+        )
         with torch.no_grad():
             for p, g, memory in zip(params, grads, memories):
                 loop(p, g, memory, t, lr)
@@ -174,30 +189,44 @@ def population_of(make: Any, steps: int, hyper: dict[str, Any]) -> Tensor:
     return population.evaluate(loss_of, members, model, last)
 
 
-def report(make: type[Optimizer], loop: Loop, lr: float, own: Any, steps: int) -> None:
+def report(
+    make: type[Optimizer], loop: Loop, lr: float, own: Any, steps: int
+) -> None:
     compiled = None if steps > 50 else False
     ours = trained(make, steps, lr=lr, compile=compiled)
     plain = looped(loop, steps, lr)
-    pairs = zip(ours.parameters(), plain.parameters(), network().parameters())
-    apart = max(((p - q).norm() / (q - w).norm()).item() for p, q, w in pairs)
-    compact: Any = dict(storage="compact", gradient_release=True, compile=compiled)
+    pairs = zip(
+        ours.parameters(), plain.parameters(), network().parameters()
+    )
+    apart = max(
+        ((p - q).norm() / (q - w).norm()).item() for p, q, w in pairs
+    )
+    compact: Any = dict(
+        storage="compact", gradient_release=True, compile=compiled
+    )
     low = trained(make, steps, torch.bfloat16, lr=lr, **compact)
-    adam = trained(AdamW, steps, lr=3e-3, weight_decay=0.0, compile=compiled)
+    adam = trained(
+        AdamW, steps, lr=3e-3, weight_decay=0.0, compile=compiled
+    )
     print(f"{make.__name__}, validation loss after {steps} steps")
     print(f"  float32                    {validated(ours):.4f}")
-    print(
-        f"  plain loop                 {validated(plain):.4f} (moves differ by {apart:.1e})"
-    )
+    loss = f"{validated(plain):.4f} (moves differ by {apart:.1e})"
+    print(f"  plain loop                 {loss}")
     print(f"  bfloat16, compact, release {validated(low):.4f}")
     print(f"  AdamW in float32           {validated(adam):.4f}")
     for name, values in own.items():
-        losses = population_of(make.pure, steps, {"lr": torch.full((4,), lr), name: values})
-        print(f"  {name}: {', '.join(f'{loss:.4f}' for loss in losses.tolist())}")
+        losses = population_of(
+            make.pure, steps, {"lr": torch.full((4,), lr), name: values}
+        )
+        found = [f"{loss:.4f}" for loss in losses.tolist()]
+        print(f"  {name}: {', '.join(found)}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="10 steps, for tests")
+    parser.add_argument(
+        "--quick", action="store_true", help="10 steps, for tests"
+    )
     torch.set_num_threads(1)  # faster for such small matrices
     steps = 10 if parser.parse_args().quick else 300
     momenta = {"momentum": torch.tensor([0.0, 0.5, 0.9, 0.98])}

@@ -14,14 +14,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")  # Only a file is drawn: no display is needed.
-
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 
 from optimi_func import AdamW, memory
 
-PICTURE = Path("outputs/plan_llama.png")
 # GPUs, and memory of each.
 MACHINES = {"24 GB": (1, "24GB"), "80 GB": (1, "80GB"), "8 x 80 GB": (8, "80GB")}
 
@@ -156,34 +148,14 @@ def summary(found: dict[str, dict[str, memory.MemoryPlan]]) -> str:
     return "\n".join(lines)
 
 
-def draw(found: dict[str, dict[str, memory.MemoryPlan]], path: Path) -> None:
-    """A row a model, a column a machine."""
-    size = (19, 4.6 * len(found))
-    figure = plt.figure(figsize=size, layout="constrained")
-    grid = figure.subplots(len(found), len(MACHINES), squeeze=False)
-    for row, (model, by_machine) in zip(grid, found.items()):
-        for axes, (machine, plan) in zip(row, by_machine.items()):
-            plan.plot(axes)
-            axes.set_title(f"Llama {model} on {machine}", fontsize=11)
-            if axes is not row[0]:
-                axes.set_yticklabels([])
-    handles, labels = grid[0, 0].get_legend_handles_labels()
-    place: Any = {"loc": "outside lower center", "ncols": len(labels), "frameon": False}
-    figure.legend(handles, labels, **place)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=90)
-    plt.close(figure)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Plan, print and draw."""
+    """Plan and print."""
     parser = argparse.ArgumentParser(
         description="Plan the memory of training a Llama of 1, 8 or 70 billion parameters.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--context", type=int, default=2048, help="tokens in a sequence")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
-    parser.add_argument("--out", type=Path, default=PICTURE, help="PNG to write")
     parser.add_argument("--quick", action="store_true", help="two layers: does it work?")
     asked = parser.parse_args(arguments)
     found: dict[str, dict[str, memory.MemoryPlan]] = {}
@@ -197,7 +169,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{found[name][machine]}\n")
         print(f"planned in {taken:.1f} s\n")
     print(summary(found))
-    draw(found, asked.out)
 
 
 if __name__ == "__main__":

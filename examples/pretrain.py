@@ -1,27 +1,19 @@
-"""Pretrain a language model on several processes: the whole recipe in one program.
+"""Pretrain a language model on any number of processes: the whole recipe in one program.
 
     torchrun --standalone --nproc-per-node 2 examples/pretrain.py --steps 200
-    torchrun --standalone --nproc-per-node 1 examples/pretrain.py --steps 300
+    torchrun --standalone --nproc-per-node 3 examples/pretrain.py --steps 300
 
-The second command goes on where the first ended, with another number of processes. The
-recipe: fully_shard (or ``--replicas``: DistributedDataParallel), Muon for the hidden
-matrices and AdamW for the rest, a warmup, a constant phase and a decay (WSD), accumulation,
-clipping, whole steps skipped if a gradient is not finite, an average of the weights (EMA)
-to evaluate with, norms of gradients and updates in a log, and checkpoints by
-torch.distributed.checkpoint.
-
-What is learned from depends on the step alone, so that a resumed run ends as the
-uninterrupted one does. The text is made up: each token follows from the two before it, with
-noise. It runs on CPU (gloo) or one CUDA device a process (nccl).
+The second goes on where the first ended, or where SIGTERM stopped it. Weights are bfloat16
+with Kahan summation, on shards; Muon has the hidden matrices and AdamW the rest. The loss
+is the mean over all tokens of a step, whichever process has them. Checkpoints are written
+while training goes on, and log.jsonl has a line a step. It runs on CPU or on CUDA.
 """
 
 import argparse
-import contextlib
 import json
-import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -32,251 +24,193 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from optimi_func import EMA, Mixed, MuonAdamW, Stats, schedules
+from optimi_func import EMA, MuonAdamW, Stats, schedules
 
-TOKENS, LENGTH = 32, 32
-
-
-@dataclass(frozen=True)
-class Config:
-    """The settings of the run."""
-
-    steps: int = 200
-    length: int = 300  # steps of the whole schedule
-    batch: int = 16  # sequences of a micro-batch, of all processes together
-    parts: int = 2  # micro-batches of a step
-    width: int = 64
-    layers: int = 2
-    lr: float = 1e-2  # of matrices
-    adamw_lr: float = 3e-3  # of the rest
-    clip: float = 1.0
-    decay: float = 0.95  # of the average
-    log: int = 10  # steps between lines of the log
-    every: int = 50  # steps between checkpoints
-    replicas: bool = False
-    compile: bool | None = None
-    folder: Path = Path("outputs/pretrain")
+WIDTH, LAYERS, TOKENS, LENGTH = 64, 2, 32, 32
+NOTHING = -100  # a target that cross_entropy leaves out
 
 
 class GPT(nn.Module):
-    """A causal transformer."""
+    """A causal transformer, whose blocks keep nothing but their inputs for backward."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(TOKENS, config.width)
-        self.positions = nn.Embedding(LENGTH, config.width)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                *(config.width, 4, 4 * config.width),
-                dropout=0.0,
-                activation="gelu",
-                batch_first=True,
-                norm_first=True,
-            )
-            for _ in range(config.layers)
+        how: Any = {"dropout": 0.0, "batch_first": True, "norm_first": True}
+        made = (
+            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, **how) for _ in range(LAYERS)
         )
-        self.norm = nn.LayerNorm(config.width)
-        self.lm_head = nn.Linear(config.width, TOKENS, bias=False)
+        self.tokens, self.positions = (nn.Embedding(n, WIDTH) for n in (TOKENS, LENGTH))
+        self.blocks, self.norm = nn.ModuleList(made), nn.LayerNorm(WIDTH)
+        self.lm_head = nn.Linear(WIDTH, TOKENS, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
-        h = self.tokens(x) + self.positions.weight[: x.shape[1]]
+        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH, device=x.device)
+        h: Any = self.tokens(x) + self.positions.weight
         for block in self.blocks:
-            h = block(h, src_mask=mask, is_causal=True)
+            h = checkpoint(block, h, mask, is_causal=True, use_reentrant=False)
         return self.lm_head(self.norm(h))
 
 
-def text(seed: int, count: int) -> Tensor:
-    """Sequences of which each token follows from the two before it, three times in four."""
-    source = torch.Generator().manual_seed(seed)
-    rows = torch.randint(TOKENS, (count, LENGTH + 1), generator=source)
-    sure = torch.rand(count, LENGTH + 1, generator=source) < 0.75
-    for i in range(2, LENGTH + 1):
-        follows = (3 * rows[:, i - 1] + rows[:, i - 2]) % TOKENS
-        rows[:, i] = torch.where(sure[:, i], follows, rows[:, i])
-    return rows
+def text(numbers: range) -> Tensor:
+    """Return sequences by number, of all lengths: tokens in equal steps, to be guessed."""
+    sources = [torch.Generator().manual_seed(n) for n in numbers]
+    drawn = [torch.randint(TOKENS, (3, 1), generator=x) for x in sources]
+    (start, step, end), at = torch.stack(drawn, dim=1), torch.arange(LENGTH + 1)
+    return ((start + step * at) % TOKENS).masked_fill(at > end + 2, NOTHING)
 
 
 class Run:
     """Model, optimizer, schedule and average of one run: made in this order."""
 
-    def __init__(self, config: Config, mesh: DeviceMesh) -> None:
-        self.config, self.mesh = config, mesh
+    def __init__(self, args: argparse.Namespace, mesh: DeviceMesh) -> None:
+        self.args, self.device = args, mesh.device_type
+        self.rank, self.size = mesh.get_local_rank(), mesh.size()
         torch.manual_seed(0)
-        model = GPT(config).to(mesh.device_type)
-        how: dict[str, Any] = {"compile": config.compile, "skip_nonfinite": "step"}
-        if config.replicas:
-            self.model: Any = DistributedDataParallel(model)
-            how["process_group"] = dist.group.WORLD
-        else:
-            for block in model.blocks:
-                fully_shard(block, mesh=mesh)
-            self.model = fully_shard(model, mesh=mesh)
+        dtype = torch.float32 if args.float32 else torch.bfloat16
+        model = GPT().to(self.device, dtype)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for block in model.blocks:
+            if args.compile_blocks:
+                block.compile()
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        self.model = fully_shard(model, mesh=mesh, mp_policy=policy)
         # After fully_shard, which replaces the parameters.
-        self.optimizer: Mixed = MuonAdamW(
-            model, lr=config.lr, adamw_lr=config.adamw_lr, weight_decay=0.1, **how
-        )
-        warm, total = max(config.length // 10, 1), config.length
-        factor = schedules.wsd(
-            1.0, warmup=warm, total=total, decay=max(total // 5, 1), start=1 / warm
-        )
+        how: Any = {"weight_decay": 0.1, "skip_nonfinite": "step"}
+        how |= {"compile": False if args.no_compile else None}
+        self.optimizer = MuonAdamW(model, lr=1e-2, adamw_lr=3e-3, **how)
+        end = args.length
+        factor = schedules.wsd(1.0, warmup=end // 10, total=end, decay=end // 5, start=0.1)
         self.schedule = LambdaLR(self.optimizer, lambda step: float(factor(step)))
-        self.average = EMA(self.optimizer, config.decay)
+        self.average = EMA(self.optimizer, 0.95)  # debiased: without the first weights
         self.measured = Stats(self.optimizer)
-        self.step = 0
+        self.measured.track(True)  # It copies the weights before each step.
+        self.step = self.position = 0  # steps taken, and sequences read
+        self.kept = {"run": self, "average": self.average, "schedule": self.schedule}
+        self.background, self.saving = dist.new_group(backend="gloo"), None  # for saves
+        self.asked = self.stop = False  # by a signal to this process, and of all
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "asked", True))
 
-    def parts(self) -> dict[str, Any]:
-        """Return all that a checkpoint keeps, in tensors to load into."""
-        # The state to load into: the optimizer makes it without taking a step.
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps; dcp loads into it before load_state_dict."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        kept = {
-            "model": model,
-            "optimizer": optimizer,
-            "average": self.average.state_dict(),
-        }
-        return {**kept, "schedule": self.schedule.state_dict(), "step": self.step}
+        kept = {"model": model, "optimizer": optimizer}
+        return {**kept, "step": self.step, "position": self.position}
+
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
+        states = {"model_state_dict": kept["model"], "optim_state_dict": kept["optimizer"]}
+        set_state_dict(self.model, self.optimizer, **states)
+        self.step, self.position = kept["step"], kept["position"]
 
     def save(self) -> None:
-        dcp.save(self.parts(), checkpoint_id=self.config.folder / f"step {self.step}")
+        """Begin to write a checkpoint. The next steps are taken meanwhile."""
+        self.finish(wait=True)
+        path, group = self.args.folder / f"step {self.step:08}", self.background
+        made: Any = dcp.async_save(self.kept, checkpoint_id=path, process_group=group)
+        self.saving = path, made
 
-    def resume(self) -> None:
-        """Go on from the last whole checkpoint, if there is one."""
-        whole = [path.parent for path in self.config.folder.glob("step */.metadata")]
-        if not whole:
+    def finish(self, wait: bool) -> None:
+        """Name a checkpoint as the latest once it is whole, and remove old ones."""
+        if self.saving is None or not (wait or self.saving[1].done()):
             return
-        kept = self.parts()
-        last = max(whole, key=lambda path: int(path.name.removeprefix("step ")))
-        dcp.load(kept, checkpoint_id=last)
-        set_state_dict(
-            *(self.model, self.optimizer),
-            model_state_dict=kept["model"],
-            optim_state_dict=kept["optimizer"],
-        )
-        self.average.load_state_dict(kept["average"])
-        self.schedule.load_state_dict(kept["schedule"])
-        self.step = kept["step"]
+        (path, made), self.saving = self.saving, None
+        made.result()  # raises what kept it from being written
+        if self.rank == 0:  # which has heard from all that their shards are written
+            new = path.with_name("latest.new")
+            new.write_text(path.name)
+            new.replace(path.with_name("latest"))  # at once: never half a name
+            older = sorted(x for x in path.parent.glob("step *") if x.name <= path.name)
+            for old in older[: -self.args.keep]:
+                shutil.rmtree(old)
 
-    def loss(self, seed: int) -> Tensor:
-        """Return the loss of this process's share of a batch."""
-        rows = text(seed, self.config.batch).chunk(self.mesh.size())
-        x = rows[self.mesh.get_local_rank()].to(self.mesh.device_type)
-        return F.cross_entropy(self.model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+    def loss(self, rows: Tensor) -> Tensor:
+        """Return the sum over all tokens that follow others."""
+        x, y = rows[:, :-1].clamp(min=0).to(self.device), rows[:, 1:].to(self.device)
+        logits = self.model(x).float().mT
+        return F.cross_entropy(logits, y, ignore_index=NOTHING, reduction="sum")
 
-    def backward(self) -> Tensor:
-        """Add up the gradients of a step, and return the mean loss of all processes."""
-        total, parts = torch.zeros((), device=self.mesh.device_type), self.config.parts
-        for k in range(parts):
-            last = k == parts - 1
-            alone = contextlib.nullcontext()
-            if self.config.replicas:
-                alone = alone if last else self.model.no_sync()
-            else:  # gradients are reduced once, with the last micro-batch
-                self.model.set_requires_gradient_sync(last)
-            with alone:
-                loss = self.loss(self.step * parts + k) / parts
-                loss.backward()
-            total += loss.detach() / self.mesh.size()
+    def take(self) -> dict[str, Any]:
+        """Take a step; return its line of the log."""
+        starts = [self.position + k * self.args.batch for k in range(self.args.parts)]
+        self.position = starts[-1] + self.args.batch
+        parts = [text(range(x + self.rank, x + self.args.batch, self.size)) for x in starts]
+        tokens = sum(int((rows[:, 1:] != NOTHING).sum()) for rows in parts)
+        told = torch.tensor([tokens, self.asked])  # on CPU, where it is read
+        dist.all_reduce(told)  # Who is asked to stop stops all, after the same step.
+        tokens, self.stop = int(told[0]), bool(told[1])
+        total = torch.zeros((), device=self.device)
+        for rows in parts:
+            # Gradients are sent once, with the last micro-batch.
+            self.model.set_requires_gradient_sync(rows is parts[-1])
+            loss = self.loss(rows) / tokens
+            (loss * self.size).backward()  # fully_shard divides by the number of processes
+            total += loss.detach()
         dist.all_reduce(total)
-        return total
-
-    def take(self) -> tuple[Tensor, Tensor]:
-        """Take a step, and return its loss and the norm of its gradients."""
-        loss = self.backward()
-        norm: Any = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        norm: Any = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
         self.average.update()
         self.step += 1
-        return loss, norm if self.config.replicas else norm.full_tensor()
+        row = {"step": self.step, "loss": total.item(), "tokens": tokens}
+        row |= {"norm before clip": norm.full_tensor().item(), **self.measured.stats()}
+        return row | {"skipped steps": int(self.optimizer.skipped_steps)}
 
-    @torch.no_grad()
     def evaluate(self) -> float:
         """Return the loss of the averaged weights on text that is never trained on."""
-        self.model.eval()
-        with self.average.applied():
-            losses = [self.loss(-1 - k) for k in range(2)]
-        self.model.train()
-        loss = torch.stack(losses).mean() / self.mesh.size()
-        dist.all_reduce(loss)
-        return loss.item()
+        rows = text(range(-self.args.batch, 0))  # the same in all processes
+        with torch.no_grad(), self.average.applied():
+            return self.loss(rows).item() / int((rows[:, 1:] != NOTHING).sum())
 
 
-def train(config: Config, mesh: DeviceMesh) -> None:
-    """Run to the last step; log, evaluate and save on the way."""
-    run, first = Run(config, mesh), mesh.get_rank() == 0
-    run.resume()
-    begin = run.step
-    config.folder.mkdir(parents=True, exist_ok=True)
-    bar = tqdm(initial=begin, total=config.steps, disable=not first)
-    loss = torch.full((), math.nan)
-    while run.step < config.steps:
-        logged = (run.step + 1) % config.log == 0
-        run.measured.track(logged)
-        loss, norm = run.take()
+def train(args: argparse.Namespace, mesh: DeviceMesh) -> None:
+    """Go on to the last step; log and save on the way."""
+    run, row = Run(args, mesh), {"loss": float("nan")}
+    args.folder.mkdir(parents=True, exist_ok=True)
+    if (latest := args.folder / "latest").exists():
+        dcp.load(run.kept, checkpoint_id=args.folder / latest.read_text())
+    begin, bar = run.step, tqdm(total=args.steps, initial=run.step, disable=run.rank > 0)
+    while run.step < args.steps and not run.stop:
+        row = run.take()
         bar.update()
-        if logged:
-            found = run.measured.stats()  # in all processes: it sends a message
-            row = {"step": run.step, "loss": loss.item(), "norm before clip": norm.item()}
-            row |= {
-                f"{k}/{name}": x for k, part in found.items() for name, x in part.items()
-            }
-            row["skipped steps"] = int(run.optimizer.skipped_steps)
-            bar.set_postfix(loss=f"{row['loss']:.3f}", lr=f"{found['0 muon']['lr']:.1e}")
-            if first:
-                with (config.folder / "log.jsonl").open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-        if run.step % config.every == 0 or run.step == config.steps:
+        if run.rank == 0:
+            with (args.folder / "log.jsonl").open("a") as log:
+                log.write(json.dumps(row) + "\n")
+        if run.step % args.every == 0 or run.step == args.steps or run.stop:
             run.save()
-    average = run.evaluate()
-    if first:
-        print(
-            f"{mesh.size()} processes: steps {begin} to {run.step}, "
-            f"loss {loss.item():.6f}, of the average {average:.6f}"
-        )
+        run.finish(wait=False)
+    run.finish(wait=True)
+    said = f"loss {row['loss']:.6f}, of the average {run.evaluate():.6f}"
+    if run.rank == 0:
+        print(f"{run.size} processes: steps {begin} to {run.step}, {said}")
 
 
-def parse(arguments: Sequence[str] | None) -> Config:
-    """The command line."""
-    usual = Config()
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=usual.steps, help="stop here")
-    parser.add_argument("--length", type=int, default=usual.length, help="of the schedule")
-    parser.add_argument("--log-every", type=int, default=usual.log, help="log so often")
-    parser.add_argument("--every", type=int, default=usual.every, help="save so often")
-    parser.add_argument("--folder", type=Path, default=usual.folder)
-    parser.add_argument("--replicas", action="store_true", help="not fully_shard")
-    parser.add_argument("--no-compile", action="store_true", help="step eagerly")
-    parser.add_argument("--quick", action="store_true", help="a smaller model")
-    given = parser.parse_args(arguments)
-    return Config(
-        steps=given.steps,
-        length=given.length,
-        width=16 if given.quick else usual.width,
-        layers=1 if given.quick else usual.layers,
-        log=given.log_every,
-        every=given.every,
-        replicas=given.replicas,
-        compile=False if given.no_compile else None,
-        folder=given.folder,
-    )
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    config = parse(arguments)
+    for name, usual, means in (
+        ("steps", 200, "stop here"),
+        ("length", 300, "steps of the whole schedule"),
+        ("batch", 16, "sequences of a micro-batch, of all processes together"),
+        ("parts", 2, "micro-batches of a step"),
+        ("every", 50, "steps between checkpoints"),
+        ("keep", 2, "checkpoints that stay"),
+        ("folder", Path("outputs/pretrain"), "of checkpoints and log"),
+        ("float32", False, "weights and computation, in place of bfloat16"),
+        ("compile-blocks", False, "forward and backward of blocks by torch.compile"),
+        ("no-compile", False, "step eagerly"),
+    ):
+        kind: Any = {"type": type(usual)} if usual else {"action": "store_true"}
+        parser.add_argument(f"--{name}", default=usual, help=means, **kind)
+    args, size = parser.parse_args(), int(os.environ["WORLD_SIZE"])
+    if size > args.batch:  # Each needs a sequence. Shares may differ by one.
+        parser.error(f"--batch {args.batch}: allowed are as many as processes, {size}")
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
-    try:
-        train(config, init_device_mesh(kind, (dist.get_world_size(),)))
-    finally:
-        dist.destroy_process_group()
+    train(args, init_device_mesh(kind, (size,)))  # which makes the process group
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,25 +1,33 @@
-"""Train a small GPT four ways side by side and compare the optimizers.
+"""Train a small GPT five ways side by side and compare the optimizers.
+
+    python examples/train_gpt.py --compute float32 bfloat16
 
 The same byte-level GPT learns real English text (the Python language reference that
-ships with Python, or any text file) in four runs:
+ships with Python, or any text file) in five runs:
 
 * ``float32``: ``torch.optim.AdamW`` on float32 parameters, the reference;
 * ``bfloat16``: ``torch.optim.AdamW`` on bfloat16 parameters;
 * ``bfloat16 + Kahan``: ``optimi_func.AdamW`` on bfloat16 parameters;
+* ``bfloat16 stochastic``: the same with ``storage=Storage("stochastic")``: the weights are
+  rounded at random, and nothing is kept beside them;
 * ``bfloat16 compact``: the same with ``storage="compact"``: moments in 8 bits, and 8 bits
   of compensation.
 
 The runs share the initial weights, the batches and their order, the hyperparameters
-and the learning rate schedule, and they take turns on every batch. The optimizer and
-the dtype of the parameters are all that differs.
+and the learning rate schedule, and they take turns on every batch. They compute in
+float32, from the parameters as they are stored, so that the optimizer and the dtype of
+the parameters are all that differs. ``--compute float32 bfloat16`` adds four runs that
+compute in bfloat16 too, as most training does. Where the CPU has instructions for it, it
+is the default.
 
 What to expect: bfloat16 keeps 8 significant bits, so an update smaller than about 1/512
 of a weight rounds to nothing. Plain bfloat16 therefore follows float32 at first and
 falls behind, most of all late in training when the learning rate is small. Kahan
 summation carries the lost part of each update over to the next step, so that the
 third run should end close to float32 with 5/8 of its memory (10 bytes per parameter
-against 16), and the fourth with less than half (7.1). What was measured is printed at the
-end and drawn to ``--out``.
+against 16, activations not counted), and the last with less than half (7.1).
+Rounding at random loses no update on average, at the price of noise. What was measured
+is printed at the end and drawn to ``--out``.
 """
 
 import argparse
@@ -28,10 +36,12 @@ import pydoc_data.topics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any, Literal
 
 import matplotlib
 
@@ -42,12 +52,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 import optimi_func
 
 VOCABULARY = 256  # One token per byte.
 HELD_OUT = 1 / 16  # Fraction of the text, at its end, kept for validation.
+
+
+def multiplies_bfloat16() -> bool:
+    """Return True if this CPU has instructions for products of bfloat16 matrices."""
+    # torch has it from 2.12 on.
+    able = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(able.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 @dataclass(frozen=True)
@@ -69,6 +87,8 @@ class Config:
     evaluations: int = 6
     sample_bytes: int = 400
     seed: int = 0
+    threads: int = field(default_factory=torch.get_num_threads)
+    compute: tuple[str, ...] = ("float32", "bfloat16")[: 1 + multiplies_bfloat16()]
     compile: bool | None = None
     text: Path | None = None
     out: Path = Path("outputs/train_gpt.png")
@@ -138,21 +158,42 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
-def logits(model: GPT, tokens: Tensor) -> Tensor:
-    """Apply the model, computing in float32 whatever the dtype of its parameters.
+class RoundedProducts(TorchFunctionMode):
+    """Products of bfloat16 matrices that are summed in float32 and rounded at the end.
 
-    Training in bfloat16 usually computes in it, too. Here only what the optimizer works
-    on is bfloat16: the parameters, their gradients and the optimizer's state. One
-    reason is speed, as CPUs without bfloat16 instructions are over ten times slower
-    in it; the other that what the runs differ in then comes from the optimizer alone.
+    So do bfloat16 instructions. Without them torch's own products are several times
+    slower, and differ by the order of the sums.
     """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is not F.linear:
+            return func(*args, **(kwargs or {}))
+        x, weight, *_ = args  # Nothing here has a bias.
+        return func(x.float(), weight.float()).to(x.dtype)
+
+
+def logits(model: GPT, tokens: Tensor, compute: str = "float32") -> Tensor:
+    """Apply the model, computing in float32 or in the dtype of its parameters.
+
+    In float32 the optimizer alone works on bfloat16: on parameters, their gradients and
+    its state. So what the runs differ in comes from the optimizer alone.
+    """
+    if compute == "bfloat16":
+        with nullcontext() if multiplies_bfloat16() else RoundedProducts():
+            return model(tokens).float()
     parameters = {name: p.float() for name, p in model.named_parameters()}
     return torch.func.functional_call(model, parameters, (tokens,))
 
 
-def bits_per_byte(model: GPT, windows: Tensor) -> Tensor:
+def bits_per_byte(model: GPT, windows: Tensor, compute: str = "float32") -> Tensor:
     """Mean loss of predicting each byte of the windows from those before it."""
-    predicted = logits(model, windows[:, :-1]).flatten(0, 1)
+    predicted = logits(model, windows[:, :-1], compute).flatten(0, 1)
     return F.cross_entropy(predicted, windows[:, 1:].flatten()) / math.log(2)
 
 
@@ -165,13 +206,14 @@ class Run:
     model: GPT
     optimizer: torch.optim.Optimizer
     schedule: LambdaLR
+    compute: str = "float32"
     train: list[float] = field(default_factory=list)
     validation: dict[int, float] = field(default_factory=dict)
     step_seconds: list[float] = field(default_factory=list)
 
     def step(self, window: Tensor) -> None:
         """Take one training step; only the optimizer's part of it is timed."""
-        loss = bits_per_byte(self.model, window)
+        loss = bits_per_byte(self.model, window, self.compute)
         # Here and not after the step, so that the last gradients are still there when
         # memory is measured.
         self.optimizer.zero_grad()
@@ -186,7 +228,8 @@ class Run:
     def evaluate(self, windows: Tensor) -> None:
         """Record the bits per byte of the held-out text at the current step."""
         losses = [
-            bits_per_byte(self.model, chunk) * len(chunk) for chunk in windows.split(32)
+            bits_per_byte(self.model, chunk, self.compute) * len(chunk)
+            for chunk in windows.split(32)
         ]
         self.validation[len(self.train)] = sum(map(float, losses)) / len(windows)
 
@@ -243,7 +286,9 @@ def torch_adamw(
 
 
 def optimi_adamw(
-    parameters: Iterable[nn.Parameter], config: Config, storage: str | None = None
+    parameters: Iterable[nn.Parameter],
+    config: Config,
+    storage: optimi_func.Storage | Literal["compact"] | None = None,
 ) -> torch.optim.Optimizer:
     """AdamW of this library: for bfloat16 parameters it uses Kahan summation."""
     return optimi_func.AdamW(
@@ -258,29 +303,34 @@ def optimi_adamw(
 
 
 def make_runs(config: Config) -> list[Run]:
-    """Build the four runs from the same initial weights."""
+    """Build the runs from the same initial weights, that of float32 first."""
     torch.manual_seed(config.seed)
     initial = GPT(config).state_dict()
 
     def make(
         name: str,
         color: str,
-        dtype: torch.dtype,
         make_optimizer: Callable[[Iterable[nn.Parameter], Config], torch.optim.Optimizer],
+        compute: str = "float32",
     ) -> Run:
         model = GPT(config)
         model.load_state_dict(initial)
-        model.to(dtype)
+        model.to(torch.float32 if name == "float32" else torch.bfloat16)
         optimizer = make_optimizer(model.parameters(), config)
         schedule = LambdaLR(optimizer, learning_rate_factor(config))
-        return Run(name, color, model, optimizer, schedule)
+        return Run(name, color, model, optimizer, schedule, compute)
 
+    stochastic = partial(optimi_adamw, storage=optimi_func.Storage("stochastic"))
     compact = partial(optimi_adamw, storage="compact")
+    narrow = [
+        ("bfloat16", "tab:orange", torch_adamw),
+        ("bfloat16 + Kahan", "tab:blue", optimi_adamw),
+        ("bfloat16 stochastic", "tab:purple", stochastic),
+        ("bfloat16 compact", "tab:green", compact),
+    ]
     return [
-        make("float32", "tab:gray", torch.float32, torch_adamw),
-        make("bfloat16", "tab:orange", torch.bfloat16, torch_adamw),
-        make("bfloat16 + Kahan", "tab:blue", torch.bfloat16, optimi_adamw),
-        make("bfloat16 compact", "tab:green", torch.bfloat16, compact),
+        make("float32", "tab:gray", torch_adamw),
+        *[make(*way, compute) for compute in config.compute for way in narrow],
     ]
 
 
@@ -298,6 +348,8 @@ def train(config: Config, runs: list[Run], text: Tensor) -> None:
         round(config.steps * i / config.evaluations) for i in range(config.evaluations + 1)
     }
 
+    names = [f"{run.name} (computes in {run.compute})" for run in runs]
+    print(f"in this order: {', '.join(names)}", flush=True)
     start = time.perf_counter()
     # Without a terminal there is no bar; the line per evaluation is shown all the same.
     with tqdm(total=config.steps, unit="step", disable=None) as bar:
@@ -305,7 +357,7 @@ def train(config: Config, runs: list[Run], text: Tensor) -> None:
             if step in evaluate_at:
                 for run in runs:
                     run.evaluate(held_out)
-                results = ", ".join(f"{r.name} {r.validation[step]:.4f}" for r in runs)
+                results = " ".join(f"{r.validation[step]:.4f}" for r in runs)
                 seconds = time.perf_counter() - start
                 bar.write(f"{seconds:4.0f} s  step {step:4d}  validation {results}")
                 sys.stdout.flush()  # A log shows the progress when it is made.
@@ -324,12 +376,12 @@ def train(config: Config, runs: list[Run], text: Tensor) -> None:
 
 
 @torch.no_grad()
-def sample(model: GPT, prompt: str, length: int, seed: int) -> str:
+def sample(run: Run, prompt: str, length: int, seed: int) -> str:
     """Continue the prompt, byte by byte."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([list(prompt.encode())])
     for _ in range(length):
-        last = logits(model, tokens[:, -model.context :])[:, -1]
+        last = logits(run.model, tokens[:, -run.model.context :], run.compute)[:, -1]
         # Temperature 0.8: the rarer bytes of so small a model are mostly typos.
         probabilities = (last / 0.8).softmax(-1)
         following = torch.multinomial(probabilities, 1, generator=generator)
@@ -345,8 +397,8 @@ def results_table(runs: list[Run]) -> str:
     """
     reference = runs[0]
     lines = [
-        f"{'run':<18} {'optimizer':<28} {'val bits/byte':>13} {'vs float32':>10} "
-        f"{'step ms':>8} {'first s':>8} {'memory':>10}"
+        f"{'run':<19} {'computes in':<11} {'optimizer':<25} {'val bits/byte':>13} "
+        f"{'vs float32':>10} {'step ms':>8} {'first s':>8} {'memory':>10}"
     ]
     for run in runs:
         final = run.final()
@@ -357,9 +409,9 @@ def results_table(runs: list[Run]) -> str:
         if run.optimizer.defaults.get("fused"):
             kind += " (fused)"
         lines.append(
-            f"{run.name:<18} {kind:<28} {final:13.4f} {difference:+10.4f} "
-            f"{1e3 * median(run.step_seconds):8.2f} {run.step_seconds[0]:8.2f} "
-            f"{run.bytes() / 2**20:6.1f} MiB"
+            f"{run.name:<19} {run.compute:<11} {kind:<25} {final:13.4f} "
+            f"{difference:+10.4f} {1e3 * median(run.step_seconds):8.2f} "
+            f"{run.step_seconds[0]:8.2f} {run.bytes() / 2**20:6.1f} MiB"
         )
     return "\n".join(lines)
 
@@ -385,18 +437,22 @@ def plot(runs: list[Run], path: Path) -> None:
         reference_validation = torch.tensor(list(reference.validation.values()))
         # The curves nearly coincide: the reference goes beneath the others, wider.
         is_reference = run is reference
-        line = {"color": run.color, "linewidth": 3.5 if is_reference else 1.2}
+        line = {
+            "color": run.color,
+            "linewidth": 3.5 if is_reference else 1.2,
+            "linestyle": ":" if run.compute == "bfloat16" else "-",
+        }
         dots = {
             "color": run.color,
             "linestyle": "none",
-            "marker": "o",
+            "marker": "s" if run.compute == "bfloat16" else "o",
             "markersize": 8 if is_reference else 4.5,
         }
         losses.plot(steps, smooth(train), **line)
         losses.plot(evaluated, validation.tolist(), **dots)
         distances.plot(steps, smooth(train - reference_train), **line)
         difference = validation - reference_validation
-        label = f"{run.name}: {run.final():.4f} ({difference[-1]:+.4f}) at the end"
+        label = f"{run.name}, computes in {run.compute}: {run.final():.4f}"
         distances.plot(evaluated, difference.tolist(), label=label, **dots)
 
     # The fall from 8 bits per byte at the start would flatten all that follows.
@@ -434,6 +490,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
         "width": "size of the residual stream",
         "lr": "highest learning rate",
         "seed": "of the initial weights, the batches and the sample",
+        "threads": "of the CPU",
     }.items():
         value = getattr(default, name)
         parser.add_argument(f"--{name}", type=type(value), default=value, help=meaning)
@@ -442,6 +499,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
         type=Path,
         help="text file to learn (default: the documentation inside Python)",
         default=argparse.SUPPRESS,
+    )
+    parser.add_argument(
+        "--compute",
+        nargs="+",
+        choices=["float32", "bfloat16"],
+        default=default.compute,
+        help="in what the runs of bfloat16 parameters compute",
     )
     parser.add_argument("--out", type=Path, default=default.out, help="PNG to write")
     parser.add_argument(
@@ -455,7 +519,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
     )
     options = vars(parser.parse_args(arguments))
     quick = options.pop("quick")
-    config = replace(default, **options)
+    config = replace(default, **{**options, "compute": tuple(options["compute"])})
     return config.quick() if quick else config
 
 
@@ -465,12 +529,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = load_text(config.text)
     if len(text) * HELD_OUT < config.context + 1:
         raise SystemExit(f"{len(text)} bytes of text are too few to hold out any")
+    torch.set_num_threads(config.threads)
     runs = make_runs(config)
     parameters = sum(p.numel() for p in runs[0].model.parameters())
     print(
         f"{parameters:,} parameters, {len(text):,} bytes of text, "
         f"{config.steps} steps of {config.batch * config.context:,} bytes, "
-        f"{torch.get_num_threads()} threads",
+        f"{config.threads} threads",
         flush=True,
     )
     start = time.perf_counter()
@@ -482,7 +547,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plot(runs, config.out)
     print(f"\ncurves: {config.out}")
     print(f"\nsample of the {runs[-1].name} run:\n")
-    print(sample(runs[-1].model, "The ", config.sample_bytes, config.seed))
+    print(sample(runs[-1], "The ", config.sample_bytes, config.seed))
 
 
 if __name__ == "__main__":

@@ -22,13 +22,17 @@ EPOCHS, BATCHES = 4, 25
 
 # --8<-- [start:average]
 class Average(lightning.Callback):
-    """Evaluate and save the average of a Schedule-Free run, and end with it."""
+    """Evaluate and save the average of a Schedule-Free run."""
 
-    def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, *_: Any
+    ) -> None:
         for optimizer in trainer.optimizers:
             optimizer.train()
 
-    def on_validation_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+    def on_validation_start(
+        self, trainer: lightning.Trainer, *_: Any
+    ) -> None:
         for optimizer in trainer.optimizers:
             optimizer.eval()
 
@@ -43,23 +47,35 @@ class Regression(lightning.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 64), nn.GELU(), nn.Linear(64, 1))
+        self.net = nn.Sequential(
+            nn.Linear(4, 64), nn.GELU(), nn.Linear(64, 1)
+        )
 
     def configure_optimizers(self) -> Any:
-        return ScheduleFreeAdamW(self.named_parameters(), lr=1e-2, compile=False)
+        return ScheduleFreeAdamW(
+            self.named_parameters(), lr=1e-2, compile=False
+        )
 
-    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+    def training_step(
+        self, batch: tuple[Tensor, Tensor], index: int
+    ) -> Tensor:
         x, y = batch
         return F.mse_loss(self.net(x), y)
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+    def validation_step(
+        self, batch: tuple[Tensor, Tensor], index: int
+    ) -> None:
         x, y = batch
         self.log("loss", F.mse_loss(self.net(x), y))
 
 
 def data(seed: int) -> DataLoader:
-    x = torch.rand(32 * BATCHES, 4, generator=torch.Generator().manual_seed(seed))
-    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=32)
+    x = torch.rand(
+        32 * BATCHES, 4, generator=torch.Generator().manual_seed(seed)
+    )
+    return DataLoader(
+        TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=32
+    )
 
 
 def fit(out: Path, checkpoint: Path | None = None) -> lightning.Trainer:
@@ -68,7 +84,10 @@ def fit(out: Path, checkpoint: Path | None = None) -> lightning.Trainer:
         max_epochs=EPOCHS,
         accelerator="cpu",
         logger=False,
-        callbacks=[Average(), ModelCheckpoint(out, "{epoch}", save_top_k=-1)],
+        callbacks=[
+            Average(),
+            ModelCheckpoint(out, "{epoch}", save_top_k=-1),
+        ],
         enable_model_summary=False,
         default_root_dir=out,
     )
@@ -83,7 +102,9 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("outputs/lightning_schedule_free"))
+    parser.add_argument(
+        "--out", type=Path, default=Path("outputs/lightning_schedule_free")
+    )
     out = parser.parse_args().out
     trainer = fit(out / "straight")
     loss = trainer.callback_metrics["loss"].item()
@@ -94,9 +115,13 @@ def main() -> None:
     optimizer.train()
     trained = [p.detach().clone() for p in model.parameters()]
     print(f"loss of the average {loss:.1e}")
-    print(f"the last checkpoint is the average: {same([*saved.values()], last)}")
+    print(
+        f"the last checkpoint is the average: {same([*saved.values()], last)}"
+    )
     print(f"the average is the trained weights: {same(trained, last)}")
-    resumed = fit(out / "resumed", out / "straight" / f"epoch={EPOCHS // 2 - 1}.ckpt")
+    resumed = fit(
+        out / "resumed", out / "straight" / f"epoch={EPOCHS // 2 - 1}.ckpt"
+    )
     ends = list(resumed.lightning_module.parameters())
     print(f"resumed half way, the same end: {same(ends, last)}")
 

@@ -24,7 +24,12 @@ from transformers import (
     set_seed,
 )
 
-from optimi_func import AdamW, ScheduleFreeAdamW, Stats, prepare_for_gradient_release
+from optimi_func import (
+    AdamW,
+    ScheduleFreeAdamW,
+    Stats,
+    prepare_for_gradient_release,
+)
 
 STEPS = 20
 
@@ -44,13 +49,21 @@ class Release(TrainerCallback):
         **given: Any,
     ) -> None:
         if args.max_grad_norm:
-            raise ValueError("the Trainer would clip nothing: set max_grad_norm=0")
+            raise ValueError(
+                "the Trainer would clip nothing: set max_grad_norm=0"
+            )
         steps, options = args.gradient_accumulation_steps, self.options
         if steps > 1:
-            options = {"accumulation": "buffer", "accumulation_steps": steps, **options}
-        # Accelerate has wrapped the optimizer; the hooks are for the one inside.
+            options = {
+                "accumulation": "buffer",
+                "accumulation_steps": steps,
+                **options,
+            }
+        # Accelerate has wrapped the optimizer that the hooks are for.
         optimizer = given["optimizer"].optimizer
-        self.handle = prepare_for_gradient_release(given["model"], optimizer, **options)
+        self.handle = prepare_for_gradient_release(
+            given["model"], optimizer, **options
+        )
 
     def on_train_end(self, *_: Any, **given: Any) -> None:
         self.handle.remove()
@@ -71,7 +84,9 @@ class SaveAverage(TrainerCallback):
         **given: Any,
     ) -> None:
         if control.should_save or control.should_training_stop:
-            given["optimizer"].eval()  # the next training step calls train()
+            given[
+                "optimizer"
+            ].eval()  # the next training step calls train()
 
     on_epoch_end = on_step_end
 
@@ -81,7 +96,10 @@ class SaveAverage(TrainerCallback):
 
 # --8<-- [start:stats]
 class LogStats(TrainerCallback):
-    """Log norms of the steps that the Trainer logs: add_callback(LogStats(trainer.log))."""
+    """Log norms of the steps that the Trainer logs.
+
+    trainer.add_callback(LogStats(trainer.log))
+    """
 
     def __init__(self, log: Callable[[dict[str, float]], None]) -> None:
         self.log = log
@@ -103,7 +121,11 @@ class LogStats(TrainerCallback):
         if self.on:
             found = self.measured.stats()
             self.log(
-                {f"{k}/{name}": x for k, row in found.items() for name, x in row.items()}
+                {
+                    f"{k}/{name}": x
+                    for k, row in found.items()
+                    for name, x in row.items()
+                }
             )
 
 
@@ -112,12 +134,16 @@ class LogStats(TrainerCallback):
 
 def sentences(count: int) -> list[dict[str, Tensor]]:
     """Sequences that count upwards from anywhere, modulo 64."""
-    starts = torch.randint(64, (count, 1), generator=torch.Generator().manual_seed(0))
+    starts = torch.randint(
+        64, (count, 1), generator=torch.Generator().manual_seed(0)
+    )
     ids = (starts + torch.arange(16)) % 64
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def trained(out: Path, cls: Any, callback: TrainerCallback | None, **options: Any) -> Any:
+def trained(
+    out: Path, cls: Any, callback: TrainerCallback | None, **options: Any
+) -> Any:
     """Train by a Trainer that makes the optimizer."""
     set_seed(0)
     config = GPT2Config(
@@ -139,7 +165,10 @@ def trained(out: Path, cls: Any, callback: TrainerCallback | None, **options: An
         GPT2LMHeadModel(config),
         arguments,
         train_dataset=sentences(512),
-        optimizer_cls_and_kwargs=(cls, {"lr": 1e-2, "compile": False, **options}),
+        optimizer_cls_and_kwargs=(
+            cls,
+            {"lr": 1e-2, "compile": False, **options},
+        ),
         callbacks=[callback] if callback else None,
     )
     trainer.add_callback(LogStats(trainer.log))
@@ -156,20 +185,34 @@ def same(one: Any, other: Any) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("outputs/transformers_callbacks"))
+    parser.add_argument(
+        "--out", type=Path, default=Path("outputs/transformers_callbacks")
+    )
     out = parser.parse_args().out
     plain = trained(out / "plain", AdamW, None)
-    released = trained(out / "released", AdamW, Release(), gradient_release=True)
+    released = trained(
+        out / "released", AdamW, Release(), gradient_release=True
+    )
     print(f"Release: the same weights: {same(plain.model, released.model)}")
     for run in (plain, released):
-        logged = [row for row in run.state.log_history if "all/update_norm" in row]
-        print("update norms:", *[f"{row['all/update_norm']:.4f}" for row in logged])
+        logged = [
+            row for row in run.state.log_history if "all/update_norm" in row
+        ]
+        print(
+            "update norms:",
+            *[f"{row['all/update_norm']:.4f}" for row in logged],
+        )
 
-    for name, callback in (("no callback", None), ("SaveAverage", SaveAverage())):
+    for name, callback in (
+        ("no callback", None),
+        ("SaveAverage", SaveAverage()),
+    ):
         run = trained(out / name, ScheduleFreeAdamW, callback)
         saved = GPT2LMHeadModel.from_pretrained(out / name)
         run.optimizer.eval()  # the average
-        print(f"{name}: the saved weights are the average: {same(run.model, saved)}")
+        print(
+            f"{name}: the saved weights are the average: {same(run.model, saved)}"
+        )
 
 
 if __name__ == "__main__":

@@ -282,6 +282,7 @@ def machine(file: str, config: Options) -> Found:
     return {
         "device": device,
         "name": device_name(device),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": config.threads,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -303,13 +304,17 @@ def device_name(device: str) -> str:
 
 
 def commit() -> str | None:
-    """Return the commit that is checked out."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    """Return the commit that is checked out; numbers that were measured leave it clean."""
+    command = ["git", "-C", str(ROOT)]
+    changed = ["status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found = [
+            subprocess.run([*command, *more], capture_output=True, text=True, check=True)
+            for more in (["rev-parse", "--short", "HEAD"], changed)
+        ]
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.strip()
+    return found[0].stdout.strip() + "-dirty" * bool(found[1].stdout)
 
 
 def folder(about: Found) -> Path:

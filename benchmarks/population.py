@@ -4,7 +4,10 @@ A training step is forward, backward and update of every member, each with a lea
 and a weight decay of its own, on one batch that all see. The ways that are compared:
 
 * ``loop``: for each member a module and a ``torch.optim.AdamW(fused=True)``;
-* ``vmap``: ``optimi_func.population``, uncompiled;
+* ``compiled loop``: for each member one call of a pure training step, which
+  ``torch.compile`` has made one graph for all of them;
+* ``vmap``: ``torch.vmap`` of that step, as one writes it by hand, uncompiled;
+* ``population``: ``optimi_func.population``, uncompiled;
 * ``one graph``: the same under ``torch.compile(fullgraph=True)``.
 
 The error is the largest difference between a weight and that of the loop after all of it.
@@ -16,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from statistics import median, quantiles
+from typing import Any
 
 import harness
 import torch
@@ -23,7 +27,7 @@ import torch.nn.functional as F
 from harness import Found, Step, option
 from matplotlib.axes import Axes
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, grad, stack_module_state
 
 from optimi_func import adamw, population
 from optimi_func.population import Population
@@ -39,12 +43,12 @@ class Config(harness.Timed):
     classes: int = option(10, "its outputs")
     batch: int = option(32, "samples, the same for all members")
     rounds: int = option(40, "measured rounds, at most")
-    seconds: float = option(120.0, "to measure a number for; no fewer than 5 rounds")
+    seconds: float = option(20.0, "to measure a number for; no fewer than 5 rounds")
     compile: bool = option(True, "measure the compiled step too")
 
 
 QUICK: Found = {"members": (3,), "rounds": 3, "warmup": 1}
-WAYS = ("loop", "vmap", "one graph")
+WAYS = ("loop", "compiled loop", "vmap", "population", "one graph")
 Batch = tuple[Tensor, Tensor]
 
 
@@ -79,6 +83,12 @@ def ways(members: int, config: Config) -> tuple[dict[str, Step], Callable[[str],
         _, grads = population.loss_and_grad(loss_fn, members, x, y)
         return population.step(adamw, members, grads)
 
+    def member(
+        params: dict[str, Tensor], state: Any, lr: Tensor, decay: Tensor, *data: Any
+    ):
+        optimizer = adamw(lr=lr, weight_decay=decay, **NUMBERS)
+        return optimizer.step(params, grad(loss_fn)(params, *data), state)
+
     def loop(data: Iterator[Batch]) -> None:
         x, y = next(data)
         for model, optimizer in zip(models, optimizers):
@@ -86,23 +96,45 @@ def ways(members: int, config: Config) -> tuple[dict[str, Step], Callable[[str],
             optimizer.step()
             optimizer.zero_grad()
 
-    functions = {"vmap": all_at_once}
+    init = adamw(lr=1.0, **NUMBERS).init
+    stacked = {k: v.detach() for k, v in stack_module_state(models)[0].items()}
+    # What each way has come to: populations, a pair of stacked trees, a list of pairs.
+    found: dict[str, Any] = {"vmap": (stacked, torch.vmap(init)(stacked))}
+    functions = {"population": all_at_once}
+    together = torch.vmap(member, in_dims=(0, 0, 0, 0, None, None))
+    one = member
     if config.compile:
         torch.compiler.reset()  # Every number of members is a graph of its own.
         functions["one graph"] = torch.compile(all_at_once, fullgraph=True)
-    populations = {way: population.init(adamw, models, hyper) for way in functions}
+        one = torch.compile(member, fullgraph=True)
+        own = [{k: v[i].clone() for k, v in stacked.items()} for i in range(members)]
+        found["compiled loop"] = [(params, init(params)) for params in own]
+    for way in functions:
+        found[way] = population.init(adamw, models, hyper)
 
     def step(way: str, data: Iterator[Batch]) -> None:
-        populations[way] = functions[way](populations[way], *next(data))
+        x, y = next(data)
+        if way == "vmap":
+            found[way] = together(*found[way], lrs, decays, x, y)
+        elif way == "compiled loop":
+            each = zip(found[way], lrs, decays)
+            found[way] = [one(*trees, lr, decay, x, y) for trees, lr, decay in each]
+        else:
+            found[way] = functions[way](found[way], x, y)
+
+    def weight(way: str, i: int, name: str) -> Tensor:
+        if way == "compiled loop":
+            return found[way][i][0][name]
+        params = found[way][0] if way == "vmap" else found[way].params
+        return params[name][i]
 
     def error(way: str) -> float:
         if way == "loop":
             return 0.0
-        ends = populations[way].params
         named = [(i, n, p) for i, m in enumerate(models) for n, p in m.named_parameters()]
-        return max((ends[n][i] - p).abs().max().item() for i, n, p in named)
+        return max((weight(way, i, n) - p).abs().max().item() for i, n, p in named)
 
-    steps = {way: partial(step, way, batches(config)) for way in functions}
+    steps = {way: partial(step, way, batches(config)) for way in WAYS if way in found}
     return {"loop": partial(loop, batches(config)), **steps}, error
 
 

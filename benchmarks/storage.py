@@ -8,21 +8,16 @@
   where half of each 64 is tenfold smaller after a quarter of the steps. In more steps the
   moments forget: ``--long-steps`` of the last kind too. The parameters stay zeros and lr
   is 1, so that what a step writes is the update itself, to the last bit.
-* time: a step on the shapes of ViT-B/16 beside ``torch.optim.AdamW(fused=True)`` in
-  float32, interleaved. torchao's where it is installed. On a machine that does other work
-  ``--cpu-time`` tells more, with ``OMP_WAIT_POLICY=passive``, as waiting counts too.
+* time: a step on the shapes of ViT-B/16 beside our own in float32, interleaved.
 * bytes: of the tensors that are alive after a step, parameters and state, on the shapes of
   a 12-layer GPT-2.
 
-``simulated`` rows are not other libraries' code but AdamW with moments rounded by their
-published formulas. FlashOptim: groups of 32, scale in float16, m as 127 * 2x / (1 + |x|), v
-as 255 * sqrt(v) / max. torchao and bitsandbytes: groups of 256, the nearest of the 256
-values of a dynamic map (arXiv:2110.02861), torchao's scale at least 1e-12.
+torchao's and bitsandbytes' AdamW8bit are beside ours where they are installed. FlashOptim's
+moments in 8 bits need a GPU.
 """
 
 import gc
 import math
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -34,7 +29,7 @@ import harness
 import torch
 from harness import NUMBERS, Found, Step, load, option, parameters
 from matplotlib.axes import Axes
-from step_time import REFERENCE, SETS
+from step_time import SETS
 from torch import Tensor
 from tqdm import tqdm
 
@@ -46,7 +41,6 @@ from optimi_func import Storage
 SHAPE = (512, 64)
 BETAS = (0.9, 0.999)
 Update = Callable[[Tensor], Tensor]
-Rounding = Callable[[Tensor], Tensor]
 
 
 def gradients(kind: str, sigma: float, steps: int, seed: int) -> Iterator[Tensor]:
@@ -90,69 +84,19 @@ def stored(storage: Storage, eps: float) -> Update:
     return update
 
 
-def simulated(round_m: Rounding, round_v: Rounding, eps: float) -> Update:
-    """AdamW's updates with moments rounded after each."""
-    m, v, t = torch.zeros(SHAPE), torch.zeros(SHAPE), 0
+def others(module: str, eps: float, **options: Any) -> Update:
+    """Updates of another library's AdamW8bit, as it leaves them in a parameter of zeros."""
+    p = torch.zeros(SHAPE, requires_grad=True)
+    numbers = {"lr": 1.0, "betas": BETAS, "eps": eps, "weight_decay": 0.0}
+    optimizer = load(module).AdamW8bit([p], **numbers, **options)
 
     def update(g: Tensor) -> Tensor:
-        nonlocal m, v, t
-        t += 1
-        m = BETAS[0] * m + (1 - BETAS[0]) * g
-        v = BETAS[1] * v + (1 - BETAS[1]) * g * g
-        root = (v / (1 - BETAS[1] ** t)).sqrt() + eps
-        u = m / (1 - BETAS[0] ** t) / root
-        m, v = round_m(m), round_v(v)
-        return u
+        p.data.zero_()
+        p.grad = g
+        optimizer.step()
+        return -p.detach()
 
     return update
-
-
-def softsign(m: Tensor) -> Tensor:
-    """FlashOptim's m."""
-    rows = m.view(-1, 32)
-    scale = rows.abs().amax(1, keepdim=True).clamp(min=1e-12)
-    x = rows / scale
-    y = (2 * x / (1 + x.abs()) * 127 + 0.5).floor() / 127
-    return (y / (2 - y.abs()) * scale.half().float()).view_as(m)
-
-
-def root(v: Tensor) -> Tensor:
-    """FlashOptim's v."""
-    rows = v.sqrt().view(-1, 32)
-    scale = rows.amax(1, keepdim=True).clamp(min=1e-12)
-    y = (rows / scale * 255 + 0.5).floor() / 255
-    return (y * scale.half().float()).square().view_as(v)
-
-
-def dynamic_map(signed: bool) -> Tensor:
-    """The 256 values: seven powers of ten, the larger the finer."""
-    values = [0.0, 1.0]
-    for i in range(7):
-        count = 2**i if signed else 2 ** (i + 1)
-        edges = torch.linspace(0.1, 1, count + 1)
-        means = 10.0 ** (i - 6) * (edges[:-1] + edges[1:]) / 2
-        values += means.tolist() + ((-means).tolist() if signed else [])
-    return torch.tensor(sorted(values))
-
-
-def mapped(x: Tensor, signed: bool, least: float, keep_sign: bool) -> Tensor:
-    """The nearest value of the map, in groups of 256."""
-    values = dynamic_map(signed)
-    rows = x.view(-1, 256)
-    scale = rows.abs().amax(1, keepdim=True).clamp(min=least)
-    y = rows / scale
-    codes = torch.bucketize(y, (values[1:] + values[:-1]) / 2)
-    if keep_sign:
-        # bitsandbytes: what is below 0 does not become 0.
-        codes = torch.where((y < 0) & (values[codes] >= 0), codes - 1, codes)
-    return (values[codes] * scale).view_as(x)
-
-
-def dynamic(least: float, keep_sign: bool, eps: float) -> Update:
-    """Updates with moments of the dynamic map."""
-    round_m = partial(mapped, signed=True, least=least, keep_sign=keep_sign)
-    round_v = partial(mapped, signed=False, least=least, keep_sign=False)
-    return simulated(round_m, round_v, eps)
 
 
 EXACT = "float32"
@@ -161,10 +105,10 @@ ROWS: dict[str, Callable[[float], Update]] = {
     EXACT: partial(stored, Storage()),
     OWN_8BIT: partial(stored, Storage(moments="8bit")),
     "bfloat16 moments": partial(stored, Storage(moments=torch.bfloat16)),
-    "FlashOptim, simulated": partial(simulated, softsign, root),
-    "torchao, simulated": partial(dynamic, 1e-12, False),
-    "bitsandbytes, simulated": partial(dynamic, 1e-38, True),
+    "torchao": partial(others, "torchao.optim"),
+    "bitsandbytes": partial(others, "bitsandbytes.optim", min_8bit_size=1),
 }
+PACKAGES = ("torchao", "bitsandbytes")
 
 
 def errors(
@@ -200,7 +144,6 @@ RECIPES: dict[str, tuple[torch.dtype, Storage | str]] = {
     "exact + float32 moments": (torch.bfloat16, "exact"),
     "compact": (torch.bfloat16, "compact"),
 }
-TORCHAO = "torchao 8-bit"
 
 
 @dataclass(frozen=True)
@@ -211,13 +154,11 @@ class Config(harness.OnDevice):
     sigmas: tuple[float, ...] = option((1.0, 2.0), "how unequal gradients are")
     timed: str = option("vit-b", "shapes of a step", tuple(SETS))
     counted: str = option("gpt2", "shapes whose bytes are counted", tuple(SETS))
-    cpu_time: bool = option(False, "time of the processor, not of the clock: where busy")
-    torchao: bool = option(True, "time its step, where it is installed: minutes")
 
 
 QUICK: Found = {
     **{"seconds": 0.5, "rounds": 5, "steps": 20, "long_steps": 0, "sigmas": (1.0,)},
-    **{"timed": "odd", "counted": "vit-tiny", "torchao": False},
+    **{"timed": "odd", "counted": "vit-tiny"},
 }
 
 
@@ -231,28 +172,15 @@ def optimizer_of(name: str, tensors: list[Tensor], grads: list[Tensor], config: 
 
 
 def times(config: Config) -> Found:
-    """Ratios to torch's fused step in float32."""
+    """Ratios to the step in float32."""
     torch.manual_seed(config.seed)
     shapes = SETS[config.timed]
     tensors, grads = (shapes.tensors(FLOAT32, config.device) for _ in range(2))
     steps: dict[str, Step] = {
-        REFERENCE: torch.optim.AdamW(parameters(tensors, grads), fused=True, **NUMBERS).step
+        name: optimizer_of(name, tensors, grads, config).step for name in RECIPES
     }
-    for name in RECIPES:
-        steps[name] = optimizer_of(name, tensors, grads, config).step
-    clock = time.process_time if config.cpu_time else time.perf_counter
-    seconds = harness.interleave(steps, config, shapes.title, clock=clock)
-    found = {name: asdict(r) for name, r in harness.ratios(seconds, REFERENCE).items()}
-    if config.torchao and harness.installed("torchao") is not None:
-        # By itself: the others would have fewer rounds.
-        make = load("torchao.optim").AdamW8bit
-        steps = {
-            REFERENCE: steps[REFERENCE],
-            TORCHAO: make(parameters(tensors, grads), **NUMBERS).step,
-        }
-        seconds = harness.interleave(steps, config, TORCHAO, clock=clock)
-        found[TORCHAO] = asdict(harness.ratios(seconds, REFERENCE)[TORCHAO])
-    return found
+    seconds = harness.interleave(steps, config, shapes.title)
+    return {name: asdict(r) for name, r in harness.ratios(seconds, EXACT).items()}
 
 
 def bytes_of(name: str, config: Config) -> Found:
@@ -275,7 +203,8 @@ def bytes_of(name: str, config: Config) -> Found:
 
 def measure(config: Config) -> Found:
     """All three."""
-    others = [name for name in ROWS if name != EXACT]
+    missing = [name for name in PACKAGES if harness.installed(name) is None]
+    ways = [name for name in ROWS if name not in (EXACT, *missing)]
     asked = [
         (f"sigma {sigma:g}, {kind}", kind, sigma, config.steps)
         for sigma in config.sigmas
@@ -286,13 +215,13 @@ def measure(config: Config) -> Found:
         asked.append((title, "falls", 1.0, config.long_steps))
     found: Found = {"errors": {}, "bytes": {}}
     for title, *how in tqdm(asked, "errors", disable=None):
-        found["errors"][title] = errors(others, *how, config.seed)
+        found["errors"][title] = errors(ways, *how, config.seed)
     for name in tqdm(RECIPES, "bytes", disable=None):
         found["bytes"][name] = bytes_of(name, config)
         gc.collect()
     found["time"] = times(config)
-    reason = {TORCHAO: "not installed, or not asked for"}
-    return found | {"skipped": {} if TORCHAO in found["time"] else reason}
+    found["versions"] = {x: harness.installed(x) for x in PACKAGES if x not in missing}
+    return found | {"skipped": dict.fromkeys(missing, "not installed")}
 
 
 def number(x: float) -> str:
@@ -308,7 +237,7 @@ def report(found: Found) -> str:
         cells = [found["errors"][title][name] for title in titles]
         rows.append([name, *(f"{number(c['error'])} / {c['largest']:.3g}" for c in cells)])
     config = found["config"]
-    times = [[f"AdamW step, {SETS[config['timed']].title}", "ms", "to fused float32"]]
+    times = [[f"AdamW step, {SETS[config['timed']].title}", "ms", "to float32"]]
     for name, cell in found["time"].items():
         times.append([name, harness.milliseconds(cell), harness.text(cell)])
     title = f"bytes a parameter, {SETS[config['counted']].title}"
@@ -325,7 +254,7 @@ def draw(found: Found) -> Axes:
     """Bars of each."""
     title = "Stored codes: error of AdamW's update, time of a step, bytes a parameter"
     above, speed, size = panels = harness.axes_of(title, 3, figsize=(13, 13))
-    ways = [name for name in ROWS if name != EXACT]
+    ways = [n for n in next(iter(found["errors"].values())) if n != EXACT]
     groups: dict[str, dict[str, Any]] = {
         title: {n: cell[n]["error"] for n in ways}
         for title, cell in found["errors"].items()

@@ -1,15 +1,12 @@
 """How long is a step of each class of torch.optim, and of the same class here?
 
-`optimi_func.optim` beside torch.optim on the shapes of ViT-tiny in float32: torch's
-default, which on CPU is a loop over the parameters, its foreach step and, where there is
-one, its fused step. The ways take turns and have parameters of their own, so that each
+`optimi_func.optim`, compiled and with ``compile=False``, beside torch.optim on the shapes
+of ViT-tiny in float32: the for-loop, which is torch's default on a CPU, foreach and, where
+there is one, fused. The ways take turns and have parameters of their own, so that each
 finds the caches as the others left them. The bytes are those that a step has to move at
 least: the gradient is read, the parameter and the state are read and written.
-
-On a busy machine ``--cpu-time`` counts the processor's seconds, of all threads.
 """
 
-import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,7 +18,8 @@ from matplotlib.axes import Axes
 
 from optimi_func import optim
 
-DEFAULT, FOREACH, FUSED = "torch default", "torch foreach", "torch fused"
+LOOP, FOREACH, FUSED = "torch for-loop", "torch foreach", "torch fused"
+EAGER = "compile=False"
 MOMENTUM: dict[str, Any] = {"momentum": 0.9}
 # The class and its options, and the tensors of the state that each step moves.
 CLASSES: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -44,7 +42,6 @@ CLASSES: dict[str, tuple[str, dict[str, Any], int]] = {
 
 @dataclass(frozen=True)
 class Config(harness.OnDevice):
-    cpu_time: bool = option(False, "count the processor's seconds")
     width: int = option(192, "of the vision transformer")
 
 
@@ -58,18 +55,23 @@ def measure_class(name: str, config: Config) -> Found:
     shapes = step_time.vit(config.width)
     tensors = [torch.randn(shape, device=config.device) for shape in shapes]
     grads = [torch.randn_like(x) for x in tensors]
-    kinds: dict[str, dict[str, Any]] = {DEFAULT: {}, FOREACH: {"foreach": True}}
+    kinds: dict[str, dict[str, Any]] = {
+        LOOP: {"foreach": False},
+        FOREACH: {"foreach": True},
+    }
     if cls in ("SGD", "Adam", "AdamW", "Adagrad"):
         kinds[FUSED] = {"fused": True}
+    own = {OURS: {"compile": config.compile}, EAGER: {"compile": False}}
     steps: dict[str, Step] = {}
-    for kind, how in ({OURS: {"compile": config.compile}} | kinds).items():
-        made: Any = getattr(optim if kind == OURS else torch.optim, cls)
+    for kind, how in (own | kinds).items():
+        made: Any = getattr(optim if kind in own else torch.optim, cls)
         steps[kind] = made(parameters(tensors, grads), lr=1e-4, **options, **how).step
-    clock = time.process_time if config.cpu_time else time.perf_counter
-    seconds = harness.interleave(steps, config, name, clock=clock)
-    by_reference = {kind: harness.ratios(seconds, kind) for kind in kinds}
-    found: Found = {kind: asdict(x[OURS]) for kind, x in by_reference.items()}
-    return found | {"bytes per parameter": 4 * (3 + 2 * state)}
+    seconds = harness.interleave(steps, config, name)
+    found: Found = {"bytes per parameter": 4 * (3 + 2 * state)}
+    for kind in kinds:
+        beside = harness.ratios(seconds, kind)
+        found[kind] = {way: asdict(beside[way]) for way in own}
+    return found
 
 
 def measure(config: Config) -> Found:
@@ -79,21 +81,24 @@ def measure(config: Config) -> Found:
 
 def report(found: Found) -> str:
     """A line per class."""
-    kinds = (DEFAULT, FOREACH, FUSED)
-    rows = [["class", "ms", "bytes per parameter", *[f"of {x}'s" for x in kinds]]]
+    kinds = (LOOP, FOREACH, FUSED)
+    heads = [f"{way}, of {kind}'s" for way in (OURS, EAGER) for kind in kinds]
+    rows = [["class", "ms", "bytes per parameter", *heads]]
     for name, cells in found["torch classes"].items():
-        texts = [harness.text(cells.get(kind)) for kind in kinds]
+        of = [harness.text(cells.get(k, {}).get(w)) for w in (OURS, EAGER) for k in kinds]
         moved = str(cells["bytes per parameter"])
-        rows.append([name, harness.milliseconds(cells[DEFAULT]), moved, *texts])
+        rows.append([name, harness.milliseconds(cells[LOOP][OURS]), moved, *of])
     return harness.table(rows)
 
 
 def draw(found: Found) -> Axes:
     """A bar per class and way."""
     (axes,) = harness.axes_of("Step time, as a ratio to torch's", figsize=(14, 4.5))
-    cells = found["torch classes"]
-    kinds = (DEFAULT, FUSED)
-    bars = {name: {k: x[k] for k in kinds if k in x} for name, x in cells.items()}
+    kinds = (LOOP, FUSED)
+    bars = {
+        name: {kind: cells[kind][OURS] for kind in kinds if kind in cells}
+        for name, cells in found["torch classes"].items()
+    }
     harness.bars(axes, bars, kinds)
     axes.set_ylabel("ratio; less is faster")
     return axes

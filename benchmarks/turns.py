@@ -1,8 +1,8 @@
 """How long is a step that is never the same as the one before?
 
-In processor time, Adam beside `torch.optim.Adam` with its defaults, on small tensors:
-parameters that take turns in having gradients, lists of them that never come again, a
-constructor, a step after `load_state_dict` or `state.clear()`, a deep copy with a
+Adam beside `torch.optim.Adam`, as the for-loop that is its default on a CPU and fused, on
+small tensors: parameters that take turns in having gradients, lists of them that never come
+again, a constructor, a step after `load_state_dict` or `state.clear()`, a deep copy with a
 constructor and three steps (Reptile), and the eager pure step of an own rule beside a plain
 loop.
 """
@@ -10,21 +10,21 @@ loop.
 import copy
 import itertools
 import random
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import harness
 import torch
-from harness import OURS, Found, Step, option
+from harness import NUMBERS, OURS, Found, Step, option
 from matplotlib.axes import Axes
 from torch import Tensor, nn
 
 import optimi_func
 from optimi_func.rules import Float, Moment, Optimizer, functions
 
-TORCH = "torch"
+LOOP, FUSED = "torch for-loop", "torch fused"
+ADAM: dict[str, Any] = NUMBERS | {"weight_decay": 0.0}
 Make = Callable[[Any], Any]
 
 
@@ -144,9 +144,17 @@ def own_rule(config: Config, plain: bool) -> Step:
 
 def measure(config: Config) -> Found:
     """Times of ours and torch's, for each row."""
+
+    def ps() -> list[Any]:
+        return parameters(config)
+
+    def own(way: str, _: Make) -> Step:
+        return own_rule(config, way == LOOP)
+
     makes: dict[str, Make] = {
-        OURS: lambda ps: optimi_func.Adam(ps, lr=1e-3, compile=config.compile),
-        TORCH: lambda ps: torch.optim.Adam(ps, lr=1e-3),
+        OURS: lambda ps: optimi_func.Adam(ps, compile=config.compile, **ADAM),
+        LOOP: lambda ps: torch.optim.Adam(ps, foreach=False, **ADAM),
+        FUSED: lambda ps: torch.optim.Adam(ps, fused=True, **ADAM),
     }
     rows: dict[str, Callable[[str, Make], Step]] = {
         "two lists in turn": lambda _, m: turns(ps(), m, halves(config.tensors)),
@@ -156,11 +164,8 @@ def measure(config: Config) -> Found:
         "load_state_dict, a step": lambda _, m: loaded(ps(), m),
         "state.clear(), a step": lambda _, m: cleared(ps(), m),
         "copy, constructor, 3 steps": lambda _, m: reptile(m),
-        "own rule, eager pure step": lambda way, _: own_rule(config, way == TORCH),
+        "own rule, eager pure step": own,
     }
-
-    def ps() -> list[Any]:
-        return parameters(config)
 
     def repeated(step: Step) -> Step:
         return lambda: [step() for _ in range(config.calls)]
@@ -168,28 +173,27 @@ def measure(config: Config) -> Found:
     cells: Found = {}
     for name, row in rows.items():
         torch.manual_seed(config.seed)
-        steps = {way: repeated(row(way, make)) for way, make in makes.items()}
-        seconds = harness.interleave(steps, config, name, clock=time.process_time)
-        found = harness.ratios(seconds, TORCH)
-        cells[name] = {way: asdict(x) for way, x in found.items()}
+        beside = [LOOP] if row is own else [LOOP, FUSED]
+        steps = {way: repeated(row(way, makes[way])) for way in [OURS, *beside]}
+        seconds = harness.interleave(steps, config, name)
+        cells[name] = {way: asdict(harness.ratios(seconds, way)[OURS]) for way in beside}
     return {"turns": cells}
 
 
 def report(found: Found) -> str:
     """A row each."""
     calls = found["config"]["calls"] if "config" in found else 1
-    rows = [["", "us", "of torch's (quartiles)"]]
+    rows = [["", "us", f"of {LOOP}'s (quartiles)", f"of {FUSED}'s"]]
     for name, cell in found["turns"].items():
-        own = cell[OURS]
-        rows.append([name, f"{1e6 * own['seconds'] / calls:.0f}", harness.text(own)])
+        own = f"{1e6 * cell[LOOP]['seconds'] / calls:.0f}"
+        rows.append([name, own, harness.text(cell[LOOP]), harness.text(cell.get(FUSED))])
     return harness.table(rows)
 
 
 def draw(found: Found) -> Axes:
     """The ratios."""
-    (axes,) = harness.axes_of("Steps that are never the same", figsize=(10, 4))
-    cells = {name: {OURS: cell[OURS]} for name, cell in found["turns"].items()}
-    harness.bars(axes, cells, [OURS])
+    (axes,) = harness.axes_of("Steps that are never the same: ratio", figsize=(10, 4))
+    harness.bars(axes, found["turns"], [LOOP, FUSED])
     axes.tick_params(axis="x", rotation=60)
     return axes
 

@@ -10,6 +10,8 @@ Runs are kept in a file as they end, so a benchmark that was stopped goes on fro
 runs a process for each thread of ``--threads``. Small tasks train all lrs of an optimizer
 and seeds together, as one vmapped population. ``--rule FILE:CLASS`` takes a rule of yours
 too; if it refuses some shapes, it has the hidden matrices, and AdamW the rest.
+``--into FILE`` adds what earlier results lack, of another machine too, and compares it with
+their AdamW: ``--optimizers Kron --into FILE --json FILE``.
 
 What is reported: held-out loss, with its spread over seeds; steps and time to AdamW's final
 loss; the loss at a third and at three times the best lr; bytes; the time of a step.
@@ -61,6 +63,8 @@ class Config(harness.Options):
     shorter: int = option(1, "divides the steps")
     compile: bool = option(True, "the steps of classes")
     rule: str = option("", "to compare too, as examples/rules/laprop.py:LaProp")
+    into: str = option("", "earlier results, to add what they lack to")
+    times: str = option("", "earlier results, to measure their steps again here")
     rows: str = option("outputs/which/rows.jsonl", "the runs so far, to go on from")
 
 
@@ -345,7 +349,11 @@ def step_times(task: Task, contenders: dict[str, Contender], config: Config) -> 
 
     timed = harness.Timed(rounds=40, seconds=10.0 / config.shorter)
     ways: dict[str, Callable[[], Any]] = {n: o.step for n, o in optimizers.items()}
-    seconds = harness.interleave({"pass": pass_, **ways}, timed, task.name)
+    # A step that is not counted, because the one after a pass finds other things in caches.
+    *_, last = optimizers.values()
+    ways = {"pass": pass_, "after it": last.step, **ways}
+    seconds = harness.interleave(ways, timed, task.name)
+    del seconds["after it"]
     elements = sum(p.numel() for p in models[REFERENCE].parameters())
     return {
         "pass": median(seconds.pop("pass")),
@@ -431,28 +439,78 @@ def summary(task: Task, contender: Contender, rows: Rows, config: Config) -> Fou
     return found
 
 
+def earlier(config: Config) -> tuple[Found, Config]:
+    """Return the results to add to, and the options with the optimizers that they lack."""
+    if not config.into:
+        return {}, config
+    old: Found = json.loads(Path(config.into).read_text())
+    for name in ("seeds", "shorter"):
+        before, here = old["config"][name], getattr(config, name)
+        if before != here:
+            raise SystemExit(f"--{name} {here}: those of --into {config.into} are {before}")
+    parts = [old["tasks"].get(task, {}).get("optimizers", {}) for task in config.tasks]
+    lacked = [n for n in config.optimizers if not all(n in part for part in parts)]
+    return old, replace(config, optimizers=tuple(lacked))
+
+
+def keep_times(cells: Found, times: Found) -> None:
+    """Write each optimizer's time of a step, with those that it is compared with."""
+    beside = {"pass": times["pass"], "step": times["steps"][REFERENCE]}
+    for name, cell in cells.items():
+        cell |= {"step": times["steps"][name], "beside": beside}
+
+
+def timed_again(config: Config) -> Found:
+    """Return earlier results with the times of all steps on this machine."""
+    old: Found = json.loads(Path(config.times).read_text())
+    tasks, _ = named(config)
+    own = {c.name: c for c in CONTENDERS}
+    for name, about in old["tasks"].items():
+        cells = about["optimizers"]
+        keep_times(cells, step_times(tasks[name], {n: own[n] for n in cells}, config))
+    return {**old, "timed": harness.machine(__file__, config)}
+
+
 def measure(config: Config) -> Found:
     """Train, and measure the steps after it, when no other process runs."""
-    if REFERENCE not in config.optimizers:
+    if config.times:
+        return timed_again(config)
+    old, config = earlier(config)
+    if not old and REFERENCE not in config.optimizers:
         raise SystemExit(f"--optimizers lack {REFERENCE}, which all are compared with")
     rows = search(config)
     tasks, contenders = named(config)
-    found: Found = {}
+    timed = {c.name: c for c in CONTENDERS if c.name == REFERENCE} | contenders
+    known = [task.name for task in TASKS]
+    found: Found = {n: about for n, about in old.get("tasks", {}).items() if n in known}
     for task in tasks.values():
         cells = {n: summary(task, c, rows, config) for n, c in contenders.items()}
-        target = mean(cells[REFERENCE]["final"])
-        times = step_times(task, contenders, config)
+        every = found.get(task.name, {}).get("optimizers", {}) | cells
+        target = mean(every[REFERENCE]["final"])
+        times = step_times(task, timed, config)
+        keep_times(cells, times)
         for name, cell in cells.items():
             steps = [reached(curve, task.steps, target) for curve in cell["curves"]]
             # A seed that never gets there counts as none that does.
             cell["steps"] = None if None in steps else mean(filter(None, steps))
-            cell["step"] = times["steps"][name]
             cell["bytes"] = times["bytes"][name]
-        about = {"about": task.about, "steps": task.steps, "pass": times["pass"]}
-        if task.together:
-            about["population"] = saved(task, contenders[REFERENCE], config)
-        found[task.name] = {**about, "optimizers": cells}
-    return {"tasks": found}
+        if not old:
+            found[task.name] = {"about": task.about, "steps": task.steps}
+            if task.together:
+                saving = saved(task, contenders[REFERENCE], config)
+                found[task.name]["population"] = saving
+        found[task.name]["optimizers"] = every
+    if not old:
+        return {"tasks": found}
+    added = dict.fromkeys(contenders, harness.machine(__file__, config))
+    return {**old, "tasks": found, "added": old.get("added", {}) | added}
+
+
+def times_of(cell: Found) -> tuple[float, float]:
+    """Return the time of a step, and of one with its pass, by AdamW's beside it."""
+    beside = cell["beside"]
+    step, reference = cell["step"], beside["step"]
+    return step / reference, (beside["pass"] + step) / (beside["pass"] + reference)
 
 
 def quality(found: Found, task: str, name: str) -> list[float]:
@@ -463,7 +521,7 @@ def quality(found: Found, task: str, name: str) -> list[float]:
 
 
 def ranked(found: Found) -> list[str]:
-    """Return the optimizers, those first whose mean rank over the tasks is best."""
+    """Return the optimizers, those first whose mean rank over their tasks is best."""
     ranks: dict[str, list[int]] = defaultdict(list)
     for part in found["tasks"].values():
         cells = part["optimizers"]
@@ -486,10 +544,9 @@ def report(found: Found) -> str:
         cells = about["optimizers"]
         head = ["", "lr", "final loss (seeds)", "of AdamW's steps", "of its time"]
         rows = [[*head, "lr / 3", "lr x 3", "untuned", "bytes", "step"]]
-        reference = cells[REFERENCE]
-        for name in ranked(found):
+        for name in filter(cells.__contains__, ranked(found)):
             cell = cells[name]
-            pace = (about["pass"] + cell["step"]) / (about["pass"] + reference["step"])
+            step, pace = times_of(cell)
             share = cell["steps"] and cell["steps"] / about["steps"]
             final = f"{number(mean(cell['final']))} ({number(min(cell['final']))}"
             row = [f"{cell['lr']:.2g}{' (edge)' if cell['at an edge'] else ''}"]
@@ -497,7 +554,7 @@ def report(found: Found) -> str:
             row += [f"{share:.2f}", f"{share * pace:.2f}"] if share else ["-", "-"]
             row += [number(cell["third"]), number(cell["three times"])]
             row += [number(mean(cell["untuned"]["final"])) if "untuned" in cell else ""]
-            row += [f"{cell['bytes']:.1f}", f"{cell['step'] / reference['step']:.2f}"]
+            row += [f"{cell['bytes']:.1f}", f"{step:.2f}"]
             rows.append([name, *row])
         text = f"{task}: {about['about']}, {about['steps']} steps\n\n{harness.table(rows)}"
         if "population" in about:
@@ -516,6 +573,8 @@ def draw(found: Found) -> Axes:
     panels = harness.axes_of(title, 1, count, figsize=(3 * count, 5), sharey=True)
     for axes, task in zip(panels, found["tasks"]):
         for row, name in enumerate(names):
+            if name not in found["tasks"][task]["optimizers"]:
+                continue
             values = quality(found, task, name)
             axes.plot(values, [row] * len(values), "o", alpha=0.4, color="tab:blue")
             axes.plot(mean(values), row, "|", markersize=14, color="tab:blue")

@@ -19,7 +19,7 @@ class Contender:
     """An optimizer with everything but its lr. Its repr tells all that decides a run.
 
     Attributes:
-        name: Its class.
+        name: Its name, and that of its class if `kind` is empty.
         pure: Its value.
         ratio: The middle of its lrs by that of AdamW's.
         schedule: The factor of lr, a function of `which_tasks`.
@@ -27,6 +27,7 @@ class Contender:
         of_length: Arguments that are the number of the run's steps.
         options: Further arguments.
         alone: Members of a population would not train faster together.
+        kind: Its class, of which the name is a variant.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Contender:
     of_length: tuple[str, ...] = ()
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     alone: bool = field(default=False, repr=False)
+    kind: str = field(default="", repr=False)
 
     def factor(self, step: int, steps: int) -> float:
         """Return the factor of lr at a step."""
@@ -49,7 +51,7 @@ class Contender:
 
     def make(self, model: nn.Module, lr: float, steps: int, compile: bool) -> Any:
         """Return the optimizer of a model, by its class."""
-        kind, given = getattr(optimi_func, self.name), self.given(steps)
+        kind, given = getattr(optimi_func, self.kind or self.name), self.given(steps)
         return kind(model.parameters(), lr=lr, compile=compile, **given)
 
     def value(self, model: nn.Module, lr: Any, steps: int) -> Any:
@@ -75,8 +77,31 @@ class MuonAdamW(ForMatrices):
     def make(self, model: nn.Module, lr: float, steps: int, compile: bool) -> Any:
         """Return the optimizer of a model."""
         del steps
-        of_model = getattr(optimi_func, self.name)
+        of_model = getattr(optimi_func, self.kind or self.name)
         return of_model(model, lr=lr, compile=compile, **self.options)
+
+
+class ByLayers(Contender):
+    """Scion: hidden matrices by their spectral norm, and the rest by signs."""
+
+    def make(self, model: nn.Module, lr: float, steps: int, compile: bool) -> Any:
+        """Return the optimizer of a model."""
+        del steps
+        hidden, rest = self.parts(lr)
+        part = hidden_matrices(model), hidden
+        return Mixed(model.named_parameters(), part, rest=rest, compile=compile)
+
+    def value(self, model: nn.Module, lr: Any, steps: int) -> Any:
+        """Return the same as a value."""
+        del steps
+        hidden, rest = self.parts(lr)
+        return transforms.partition((hidden_matrices(model), hidden), rest=rest)
+
+    def parts(self, lr: Any) -> tuple[Any, Any]:
+        """Return the values of both, with the authors' ratio of radii."""
+        rule = getattr(optimi_func, self.pure)
+        signs = rule(lr=lr, norm="sign", radius=60.0, **self.options)
+        return rule(lr=lr, **self.options), signs
 
 
 @cache
@@ -130,9 +155,14 @@ def rule_of_file(rule: str) -> Contender:
 
 # A warmup is part of the schedule.
 _WITH_WARMUP = {"safeguard_warmup": True}
+_ADAMUON = {"weight_decay": 0.0, "element_beta": 0.95}
+_KL = {"weight_decay": 0.0, "kl": True}
+_BETA2 = {"betas": (0.9, 0.95)}
+_MARS = {"mars": 0.025, "betas": (0.95, 0.99)}
 
 CONTENDERS = (
     Contender("AdamW", "adamw", untuned=1e-3),
+    Contender("AdamW beta2=0.95", "adamw", options=_BETA2, kind="AdamW"),
     Contender("StableAdamW", "stableadamw"),
     Contender("RAdam", "radam"),
     Contender("Ranger", "ranger"),
@@ -151,8 +181,15 @@ CONTENDERS = (
     Contender("Rprop", "rprop"),
     MuonAdamW("MuonAdamW", "muon", options={"weight_decay": 0.0}),
     MuonAdamW("NorMuonAdamW", "normuon", options={"weight_decay": 0.0}),
+    MuonAdamW("AdaMuon", "muon", options=_ADAMUON, kind="MuonAdamW"),
+    ByLayers("Scion", "scion", 9.0, options={"weight_decay": 0.0}),
+    Contender("MARS-AdamW", "adamw", options=_MARS, kind="AdamW"),
     # A population computes its bases in every step, not in every tenth.
     Contender("SOAP", "soap", options={"weight_decay": 0.0}, alone=True),
+    # A population fits its factors in every step, not in a share of them.
+    Contender("Kron", "kron", 1 / 3, alone=True),
+    Contender("Shampoo", "shampoo", options={"weight_decay": 0.0}, alone=True),
+    Contender("KL-Shampoo", "shampoo", options=_KL, kind="Shampoo", alone=True),
     Contender("Adafactor", "adafactor"),
     Contender("Prodigy", "prodigy", 250.0, untuned=1.0, options=_WITH_WARMUP),
     Contender("ScheduleFreeAdamW", "schedule_free_adamw", 1.0, "warmed", 2.5e-3),

@@ -7,7 +7,6 @@ alone.
 
 import argparse
 import inspect
-import itertools
 import math
 import statistics
 import sys
@@ -203,34 +202,6 @@ def _perceptron() -> nn.Module:
     )
 
 
-# Bad conditioning: a deep linear network
-
-
-@cache
-def _spectrum() -> tuple[Tensor, Tensor]:
-    """Return scales of the inputs from 1 to 1/300, and the matrix to be learned."""
-    generator = torch.Generator().manual_seed(0)
-    scales = torch.logspace(0, -math.log10(300), 32)
-    return scales, torch.randn(16, 32, generator=generator) / math.sqrt(32)
-
-
-def _linear_batch(generator: torch.Generator) -> Batch:
-    scales, matrix = _spectrum()
-    x = torch.randn(64, 32, generator=generator) * scales
-    return x, x @ (matrix / scales).T
-
-
-def _linear_held_out() -> list[Batch]:
-    generator = torch.Generator().manual_seed(1)
-    return [_linear_batch(generator) for _ in range(16)]
-
-
-def _deep_linear() -> nn.Module:
-    sizes = [32, 48, 48, 16]
-    pairs = itertools.pairwise(sizes)
-    return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairs))
-
-
 def half_square(found: Tensor, y: Tensor) -> Tensor:
     """Return the mean square of the error."""
     return (found - y).square().mean()
@@ -265,12 +236,6 @@ TASKS = (
         "table",
         "a perceptron on a table with noise, heavy tails and rare flags",
         *(4e-3, 2500, _perceptron, _table_batch, lambda: [_table()[1]], half_square),
-        together=True,
-    ),
-    Task(
-        "deep linear",
-        "three linear layers, inputs with scales from 1 to 1/300",
-        *(4e-3, 3000, _deep_linear, _linear_batch, _linear_held_out, half_square),
         together=True,
     ),
 )

@@ -1,8 +1,8 @@
-"""Tables of benchmarks.md and which.md, from the numbers that are committed.
+"""Tables of these pages, from the numbers that are committed.
 
 A table stands in the page between `<!-- its name -->` and `<!-- / -->`, so that it can be
-read without a build, and a test tells when it is not that of the numbers. Each ends with its
-command, machine and date; what an older file does not know of itself is given here.
+read without a build, and a test tells when it is not that of the numbers. Each ends with
+its command, machine, day and commit.
 """
 
 import json
@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +19,8 @@ ONE_THREAD = ROOT / "benchmarks/results/cpu-epyc-1-threads"
 WHICH = ROOT / "benchmarks/results/cpu-xeon-processor-2-threads/which.json"
 DATA = ROOT / "docs/pictures/data"
 Rows = list[Sequence[str]]
-PAGES = ("benchmarks.md", "which.md")
+PAGES = ("../README.md", "index.md", "precision.md", "compiled.md", "benchmarks.md")
+PAGES += ("which.md",)
 
 
 @cache
@@ -28,18 +29,25 @@ def load(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def source(found: Any, command: str = "", date: str = "") -> str:
-    """Name the source of the numbers above."""
-    about = found.get("machine", {})
-    command = about.get("command") or command
-    command = command.partition("  #")[0]
-    name, threads = about.get("name", "AMD EPYC"), found.get("config", about)["threads"]
-    environment = " ".join(f"{k}={v}" for k, v in about.get("environment", {}).items())
-    torch = about.get("torch") or found["torch"]
-    return (
-        f"`{' '.join([environment, command]).strip()}` · {name}, {threads} threads, "
-        f"CPU · torch {torch.partition('+')[0]} · {about.get('date') or date}"
-    )
+def command(about: Any) -> str:
+    """What was run, with what of the environment changes times."""
+    environment = [f"{k}={v}" for k, v in about.get("environment", {}).items()]
+    return f"`{' '.join([*environment, about['command'].partition('  #')[0]])}`"
+
+
+def source(*found: Any) -> str:
+    """Name the source of the numbers above: commands on one machine, days, commits."""
+    about = [x["machine"] for x in found]
+    threads = sorted({x["threads"] for x in about})
+    made = [
+        " and ".join(map(command, about)),
+        ", ".join(filter(None, [about[0]["name"], about[0].get("instructions")])),
+        f"{' or '.join(map(str, threads))} thread{'s' * (threads != [1])}, CPU",
+        f"torch {about[0]['torch'].partition('+')[0]}",
+        ", ".join(sorted({x["date"] for x in about})),
+        ", ".join(sorted({x["commit"] for x in about if x["commit"]})),
+    ]
+    return " · ".join(filter(None, made))
 
 
 def table(rows: Rows, said: str) -> str:
@@ -67,84 +75,100 @@ SHAPES = {
 }
 
 
+def of_steps(columns: Sequence[tuple[str, str, str]]) -> str:
+    """Columns of a dtype, a way and a title, a row for each set of shapes."""
+    found = load(RESULTS / "step_time.json")
+    rows: Rows = [["", *(title for *_, title in columns)]]
+    for key, title in SHAPES.items():
+        cells = found["steps"][key]
+        rows.append([title, *(ratio(cells[d].get(who)) for d, who, _ in columns)])
+    return table(rows, source(found))
+
+
 def steps() -> str:
     """The step on seven sets of shapes."""
-    found = load(RESULTS / "numbers.json")
-    columns = [
-        ("float32", "optimi_func", "float32"),
-        ("bfloat16", "optimi_func", "bfloat16"),
-        ("bfloat16 + Kahan", "optimi_func", "bfloat16 + Kahan"),
-        ("float32", "torch foreach", "torch foreach, float32"),
-        ("float32", "optimi", "optimi 0.3.3, float32"),
-        ("float32", "optimi_func foreach", "`foreach=True`, float32"),
+    dtypes = ("float32", "bfloat16", "bfloat16 + Kahan")
+    return of_steps([(dtype, "optimi_func", dtype) for dtype in dtypes])
+
+
+def uncompiled() -> str:
+    """Steps that need no compiler, and optimi's."""
+    ways = [
+        ("float32", "compile=False", "`compile=False`"),
+        ("float32", "torch for-loop", "torch for-loop, its default"),
+        ("float32", "torch foreach", "torch foreach"),
+        ("float32", "optimi", "optimi 0.3.3"),
     ]
-    rows: Rows = [["", *(title for *_, title in columns)]]
-    for shapes, title in SHAPES.items():
-        cells = found["steps"][shapes]
-        rows.append([title, *(f"{cells[d][who]['ratio']:.2f}" for d, who, _ in columns)])
-    return table(rows, source(found, "python benchmarks/step_time.py"))
+    return of_steps(ways)
 
 
 def large() -> str:
     """Peers that compile no more than a few tensors."""
-    found = load(RESULTS / "numbers.json")
-    cells = found["steps"]["large"]
-    peers = ["optimi_func", "torch.compile", "heavyball", "torchao 8-bit"]
-    rows: Rows = [["4 x 4096 x 4096", *peers]]
+    ways = ["optimi_func", "torch.compile", "heavyball", "torchao 8-bit"]
+    found = load(RESULTS / "step_time.json")
+    rows: Rows = [["4 x 4096 x 4096", *ways]]
     for dtype in ("float32", "bfloat16"):
-        rows.append([dtype, *(ratio(cells[dtype].get(peer)) for peer in peers)])
-    return table(rows, source(found, "python benchmarks/step_time.py"))
+        cells = found["steps"]["large"][dtype]
+        rows.append([dtype, *(ratio(cells.get(way)) for way in ways)])
+    return table(rows, source(found))
 
 
 def rules() -> str:
     """Other rules, a byte."""
-    found = load(RESULTS / "numbers.json")
-    rows: Rows = [["rule", "bytes a parameter", "time a byte, of AdamW's"]]
+    found = load(RESULTS / "rules_per_byte.json")
+    rows: Rows = [["rule", "bytes per parameter", "time per byte, of AdamW's"]]
     for name, cell in found["rules"].items():
         rows.append([name, str(cell["bytes per parameter"]), ratio(cell)])
-    return table(rows, source(found, "python benchmarks/rules_per_byte.py"))
-
-
-def classes() -> str:
-    """The classes of torch.optim."""
-    found = load(ROOT / "benchmarks/results/cpu-epyc-1-threads/torch_classes.json")
-    kinds = ("torch default", "torch fused", "torch foreach")
-    rows: Rows = [["class", "bytes a parameter", *[f"of {kind}'s time" for kind in kinds]]]
-    for name, cells in found["torch classes"].items():
-        moved = str(cells["bytes per parameter"])
-        rows.append([name, moved, *[ratio(cells.get(kind)) for kind in kinds]])
     return table(rows, source(found))
 
 
-def first() -> str:
-    """The first step of a process."""
-    found = load(RESULTS / "numbers.json")
-    rows: Rows = [["tensors", "step", "empty caches, s", "warm caches, s"]]
-    for count, ways in found["first"].items():
-        for way, cell in ways.items():
-            timed = [", ".join(f"{x:.1f}" for x in cell[k]) for k in ("cold", "warm")]
-            rows.append([f"{int(count):,}", way, *timed])
-    return table(rows, source(found, "python benchmarks/cold_start.py"))
+LOOP = "torch for-loop"
+KINDS = {LOOP: "for-loop", "torch foreach": "foreach", "torch fused": "fused"}
+
+
+def of_classes(way: str) -> str:
+    """The classes of torch.optim, compiled or not, beside each of torch's steps."""
+    found = load(ONE_THREAD / "torch_classes.json")
+    rows: Rows = [["class", *KINDS.values()]]
+    for name, cells in found["torch classes"].items():
+        rows.append([name, *(ratio(cells.get(kind, {}).get(way)) for kind in KINDS)])
+    return table(rows, source(found))
+
+
+def classes() -> str:
+    """The compiled classes of torch.optim."""
+    return of_classes("optimi_func")
+
+
+def eager_classes() -> str:
+    """The same with `compile=False`."""
+    return of_classes("compile=False")
 
 
 def host_cost() -> str:
     """The host's time with few small tensors."""
-    found = load(RESULTS / "host_cost.json")
-    cells = found["host cost"]["float32"]
-    counts = list(cells["AdamW"])
-    rows: Rows = [["tensors of 64 elements", *counts]]
-    for rule, row in cells.items():
-        rows.append([rule, *(f"{row[n]['optimi_func']['ratio']:.2f}" for n in counts)])
-    return table(rows, source(found))
+    found = [load(x / "host_cost.json") for x in (ONE_THREAD, RESULTS)]
+    rows: Rows = [["tensors of 64 elements", *KINDS.values()]]
+    for rule in found[0]["host cost"]:
+        for x in found:
+            threads = x["machine"]["threads"]
+            for n, cell in x["host cost"][rule].items():
+                row = f"{rule}, {threads} thread{'s' * (threads > 1)}: {n}"
+                rows.append([row, *(ratio(cell[kind]) for kind in KINDS)])
+    return table(rows, source(*found))
 
 
 def peers() -> str:
-    """Each rule beside its authors' package."""
+    """Each rule beside another package's."""
     found = load(ONE_THREAD / "peers.json")
     rows: Rows = [["rule", "beside", "shapes", "of their time"]]
     for name, cell in found["peers"].items():
         rule, package, shapes = name.split(", ")
+        if rule == "AdamW":
+            continue  # Of the classes above, whose number stands there.
         beside = f"{package} {cell['version'].partition('+')[0]}"
+        if cell["beside"] == "foreach=True":
+            beside += ", foreach"
         rows.append([rule, beside, shapes, ratio(cell["optimi_func"])])
     return table(rows, source(found))
 
@@ -152,17 +176,78 @@ def peers() -> str:
 def turns() -> str:
     """Steps that are never the same."""
     found = load(ONE_THREAD / "turns.json")
-    rows: Rows = [["", "of torch's time"]]
+    rows: Rows = [["", "of torch's for-loop", "of torch's fused"]]
     for name, cell in found["turns"].items():
-        rows.append([name, ratio(cell["optimi_func"])])
+        rows.append([name, ratio(cell[LOOP]), ratio(cell.get("torch fused"))])
+    return table(rows, source(found))
+
+
+def first() -> str:
+    """Constructor and first step in a new process."""
+    found = load(RESULTS / "cold_start.json")
+    rows: Rows = [["", "empty caches, s", "full caches, s"]]
+    for count, by_way in found["first"].items():
+        for way, kinds in by_way.items():
+            texts = [f"{median(x):.2f} ({min(x):.2f}-{max(x):.2f})" for x in kinds.values()]
+            rows.append([f"{way}, {int(count):,} tensors", *texts])
+    return table(rows, source(found))
+
+
+def release() -> str:
+    """Peak and time of backward and update."""
+    found = load(RESULTS / "release.json")
+    names = {
+        "standard": "torch AdamW (fused) after backward",
+        "recipe": "the tutorial's recipe",
+        "recipe, fused": "the recipe with `fused=True`",
+        "release": "gradient release",
+    }
+    rows: Rows = [["", "peak share", *(f"time, {batch}" for batch in found["time"])]]
+    for name, title in names.items():
+        times = [ratio(cells[name]) for cells in found["time"].values()]
+        rows.append([title, f"{found['peak'][name]['share']:.2f}", *times])
+    return table(rows, source(found))
+
+
+def accumulation() -> str:
+    """How far each way ends from true accumulation."""
+    found = load(ONE_THREAD / "accumulation.json")
+    policies = {
+        "flag": "optimi's flag",
+        "states": '`"states"`',
+        "buffer": '`"buffer"`',
+        "bfloat16 buffer": '`"buffer"`, bfloat16',
+    }
+    extra = [f"{found['cells']['AdamW'][x]['extra']:g}" for x in policies]
+    rows: Rows = [["rule", *policies.values()], ["extra bytes per parameter", *extra]]
+    for name, cells in found["cells"].items():
+        if ": optimi" not in name:
+            errors = [cells[x]["error"] for x in policies]
+            rows.append(
+                [name, *("refused" if e is None else f"{100 * e:.2g} %" for e in errors)]
+            )
+    return table(rows, source(found))
+
+
+def muon() -> str:
+    """AdamW, and Muon with it: validation by learning rate, and on three seeds."""
+    found = load(DATA / "muon.json")
+    lrs = [f"{lr:g}" for lr in found["lrs"]]
+    rows: Rows = [["bits per byte", *lrs, "three seeds", "time of `step()`"]]
+    least = min(run["step"] for run in found["runs"].values())
+    for name, run in found["runs"].items():
+        best = min(run["sweep"])
+        sweep = [f"**{x:.3f}**" if x == best else f"{x:.3f}" for x in run["sweep"]]
+        seeds = "{mean:.3f} ± {deviation:.3f}".format(**run["seeds"])
+        rows.append([name, *sweep, seeds, f"{run['step'] / least:.0f}"])
     return table(rows, source(found))
 
 
 ERRORS = {
     "sigma 1, stationary": "stationary",
-    "sigma 1, spikes": "1 in 10^4 is 10^4 times as large",
+    "sigma 1, spikes": "spikes",
     "sigma 1, 1e-8": "of 1e-8",
-    "sigma 1, falls": "half of each 64 falls tenfold",
+    "sigma 1, falls": "falls",
     "sigma 1, falls, 4000 steps": "falls, 4000 steps",
     "sigma 2, stationary": "sigma 2",
     "sigma 2, spikes": "sigma 2, spikes",
@@ -189,7 +274,7 @@ def _error(error: float, largest: float) -> str:
 def storage() -> str:
     """Time and bytes of each way to keep a parameter."""
     found = load(RESULTS / "storage.json")
-    rows: Rows = [["", "time (quartiles)", "bytes kept", "with gradient"]]
+    rows: Rows = [["", "time, of float32's", "bytes kept", "with gradient"]]
     for name, cell in found["bytes"].items():
         kept = [f"{cell[k]:.3f}" for k in ("kept", "with gradients")]
         rows.append([name, ratio(found["time"][name]), *kept])
@@ -207,14 +292,30 @@ def plan() -> str:
     return table(rows, source(found))
 
 
+def plan_llama() -> str:
+    """Tabulate the best recipe of each Llama on each machine."""
+    found = load(DATA / "plan_llama.json")
+    heads = ["Llama", "on", "best recipe that fits", "peak", "float32", "smallest"]
+    rows: Rows = [heads]
+    for model, machines in found["plans"].items():
+        for machine, recipes in machines.items():
+            fit = [name for name, (_, fits) in recipes.items() if fits]
+            peaks = {name: f"{peak / 1e9:.1f}" for name, (peak, _) in recipes.items()}
+            best = [fit[0], peaks[fit[0]]] if fit else ["none", "-"]
+            least = min(recipes, key=lambda name: recipes[name][0])
+            rows.append([model, machine, *best, peaks["float32"], peaks[least]])
+    return table(rows, source(found))
+
+
 def population() -> str:
     """One graph of all members beside a loop over them."""
-    found = load(RESULTS / "population.json")
-    rows: Rows = [["members", "loop, ms", "one graph, ms", "faster (quartiles)"]]
+    found = load(ONE_THREAD / "population.json")
+    ways = ("compiled loop", "vmap", "population", "one graph")
+    rows: Rows = [["members", "loop, ms", *ways]]
     for count, cell in found["cells"].items():
-        seconds = [f"{1e3 * cell[k]['seconds']:.2f}" for k in ("loop", "one graph")]
-        rows.append([count, *seconds, ratio(cell["one graph"])])
-    return table(rows, source(found, "python benchmarks/population.py", "2026-11-21"))
+        loop = f"{1e3 * cell['loop']['seconds']:.2f}"
+        rows.append([count, loop, *(ratio(cell[way]) for way in ways)])
+    return table(rows, source(found))
 
 
 def train_step() -> str:
@@ -227,41 +328,95 @@ def train_step() -> str:
         if all(way in cells for cells in models.values()):
             cells = [models[m][way] for m in models]
             rows.append([way, *(x for c in cells for x in (f"{c['peak']:.2f}", ratio(c)))])
-    return table(rows, source(found, "python benchmarks/train_step.py", "2026-11-22"))
+    return table(rows, source(found))
+
+
+COMPUTED = {"float32": "loss.json", "bfloat16": "loss_bfloat16.json"}
+
+
+def final(compute: str, name: str) -> float:
+    """Return the loss at the end of a run of `make train`, by what it computes in."""
+    found = load(DATA / COMPUTED[compute])
+    return found["runs"][name]["validation"][str(found["steps"])]
+
+
+def computed() -> str:
+    """Name the source of the runs of `make train`."""
+    found = load(DATA / "loss.json")
+    about = found["machine"]
+    command = about["command"].replace("--compute float32", "--compute float32 bfloat16")
+    return source({**found, "machine": {**about, "command": command}})
 
 
 def loss() -> str:
-    """Tabulate the final losses of the four runs of `make train`."""
-    found = load(DATA / "loss.json")
-    runs = found["runs"]
-    reference = runs["float32"]["validation"][str(found["steps"])]
-    heads = ["run", "bits per byte at the end", "against float32", "MiB"]
+    """Tabulate how far the runs of `make train` end from float32."""
+    rows: Rows = [["bfloat16 weights", *(f"computed in {compute}" for compute in COMPUTED)]]
+    for name in list(RUNS)[1:]:
+        apart = [final(c, name) - final(c, "float32") for c in COMPUTED]
+        rows.append([RUNS[name][1], *(f"{x:+.4f}" for x in apart)])
+    return table(rows, computed())
+
+
+PARAMETERS = 468_224  # of the model of `make train`
+RUNS = {
+    "float32": ("float32", "torch `AdamW(fused=True)`"),
+    "bfloat16": ("bfloat16", "torch `AdamW(fused=True)`"),
+    "bfloat16 + Kahan": ("bfloat16", "`optimi_func.AdamW`"),
+    "bfloat16 stochastic": ("bfloat16", '`AdamW(storage=Storage("stochastic"))`'),
+    "bfloat16 compact": ("bfloat16", '`AdamW(storage="compact")`'),
+}
+
+
+def headline() -> str:
+    """Tabulate bytes and quality of the runs of `make train`, by what they compute in."""
+    runs = load(DATA / "loss.json")["runs"]
+    heads = ["weights", "optimizer", "bytes", *(f"computed in {c}" for c in COMPUTED)]
     rows: Rows = [heads]
-    for name, run in runs.items():
-        end = run["validation"][str(found["steps"])]
-        against = "" if name == "float32" else f"{end - reference:+.3f}"
-        rows.append([name, f"{end:.4f}", against, f"{run['bytes'] / 2**20:.1f}"])
+    for name, (weights, optimizer) in RUNS.items():
+        size = f"{runs[name]['bytes'] / PARAMETERS:.1f}".removesuffix(".0")
+        ends = [f"{final(c, name):.4f}" for c in COMPUTED]
+        # Only bfloat16 weights compute in bfloat16.
+        ends[1:] = ["-"] if name == "float32" else ends[1:]
+        rows.append([weights, optimizer, size, *ends])
+    return table(rows, computed())
+
+
+def lbfgs() -> str:
+    """Tabulate the time of a thousand fits."""
+    found = load(ONE_THREAD / "lbfgs.json")
+    rows: Rows = [["1000 fits", "s", "ratio (quartiles)"]]
+    for name, cell in found["fits"].items():
+        rows.append([name, f"{cell['seconds']:.3f}", ratio(cell)])
     return table(rows, source(found))
 
 
 # Of which.md
 
 
+def tasks() -> dict[str, Any]:
+    """What was trained, by its name."""
+    return load(WHICH)["tasks"]
+
+
 def cells(name: str) -> dict[str, Any]:
     """What an optimizer did, by the task."""
-    tasks = load(WHICH)["tasks"]
-    return {task: about["optimizers"][name] for task, about in tasks.items()}
+    return {task: about["optimizers"][name] for task, about in tasks().items()}
 
 
 def contenders() -> list[str]:
-    """The optimizers, those first whose mean rank over the tasks is best."""
-    tasks = load(WHICH)["tasks"].values()
+    """Those that trained every task; first is whose mean rank is best."""
     ranks: dict[str, list[int]] = {}
-    for about in tasks:
-        found = about["optimizers"]
+    every = [about["optimizers"] for about in tasks().values()]
+    for part in every:
+        found = {n: cell for n, cell in part.items() if all(n in other for other in every)}
         for i, name in enumerate(sorted(found, key=lambda n: mean(found[n]["final"]))):
             ranks.setdefault(name, []).append(i)
     return sorted(ranks, key=lambda name: mean(ranks[name]))
+
+
+def title(name: str) -> str:
+    """Name a row; a star says that another machine trained it."""
+    return f"`{name}`" + " \\*" * (name in load(WHICH).get("added", {}))
 
 
 def loss_of(x: float | None) -> str:
@@ -271,74 +426,59 @@ def loss_of(x: float | None) -> str:
     return f"{x:.2g}" if x < 0.1 else f"{x:.3f}"
 
 
-def by_task(rows: Rows, before: Sequence[str] = (), after: Sequence[str] = ()) -> str:
-    """Rows with a column for each task, other columns around them, and their source."""
-    found = load(WHICH)
-    return table([["", *before, *found["tasks"], *after], *rows], source(found))
+def by_task(rows: Rows, after: Sequence[str] = ()) -> str:
+    """Rows with a column for each task, others after them, and their source."""
+    said = source(load(WHICH))
+    if added := load(WHICH).get("added"):
+        about = next(iter(added.values()))
+        said += f" · \\* {about['name']}, {about['date']}"
+    if timed := load(WHICH).get("timed"):
+        said += f" · times: {timed['name']}, 1 thread, {timed['date']}"
+    return table([["", *tasks(), *after], *rows], said)
+
+
+def times_of(cell: Any) -> tuple[float, float]:
+    """The time of a step, and of one with its pass, by AdamW's on the same machine."""
+    beside = cell["beside"]
+    step, reference = cell["step"], beside["step"]
+    return step / reference, (beside["pass"] + step) / (beside["pass"] + reference)
 
 
 def which_loss() -> str:
-    """Tabulate final losses, with half their spread, bytes and the time of a step."""
+    """Tabulate final losses with half their spread; lr, bytes and step in "language"."""
     rows: Rows = []
     for name in contenders():
         found = cells(name)
-        row = [f"`{name}`"]
+        row = [title(name)]
         for cell in found.values():
             half = (max(cell["final"]) - min(cell["final"])) / 2
-            row.append(f"{loss_of(mean(cell['final']))} ± {half:.1g}")
-        own, reference = found["language"], cells("AdamW")["language"]
-        times = own["step"] / reference["step"]
-        rows.append([*row, f"{own['bytes']:.1f}", f"{times:.1f}"])
-    return by_task(rows, after=("bytes", "step"))
+            row.append(f"{loss_of(mean(cell['final']))} ±{half:.1g}")
+        own = found["language"]
+        step, _ = times_of(own)
+        rows.append([*row, f"{own['lr']:.2g}", f"{own['bytes']:.1f}", f"{step:.1f}"])
+    return by_task(rows, after=("lr", "bytes", "step"))
 
 
 def which_steps() -> str:
     """Tabulate steps and time to AdamW's final loss, as shares of AdamW's."""
     rows: Rows = []
-    tasks = load(WHICH)["tasks"]
     for name in contenders():
-        row = [f"`{name}`"]
+        row = [title(name)]
         for task, cell in cells(name).items():
-            about, reference = tasks[task], cells("AdamW")[task]
-            share = (cell["steps"] or 0.0) / about["steps"]
-            pace = [about["pass"] + x["step"] for x in (cell, reference)]
-            row.append(f"{share:.2f}, {share * pace[0] / pace[1]:.2f}" if share else "-")
-        if name != "AdamW":
+            share = (cell["steps"] or 0.0) / tasks()[task]["steps"]
+            _, pace = times_of(cell)
+            row.append(f"{share:.2f}, {share * pace:.2f}" if share else "-")
+        if name != "AdamW" and set(row[1:]) != {"-"}:
             rows.append(row)
     return by_task(rows)
 
 
-def which_lrs() -> str:
-    """Tabulate the best lr, and the losses of seed 0 at a third and at three times it."""
-    rows: Rows = []
-    for name in contenders():
-        found = cells(name).values()
-        far = [
-            f"{c['lr']:.2g}{'*' if c['at an edge'] else ''}: {loss_of(c['third'])}, "
-            f"{loss_of(c['three times'])}"
-            for c in found
-        ]
-        rows.append([f"`{name}`", *far])
-    return by_task(rows)
-
-
-def which_untuned() -> str:
-    """Tabulate the final losses of those that are said to need no tuning."""
-    rows: Rows = []
-    for name in contenders():
-        found = [cell.get("untuned") for cell in cells(name).values()]
-        known = [x for x in found if x is not None]
-        if known:
-            losses = [loss_of(mean(x["final"])) for x in known]
-            rows.append([f"`{name}`", f"{known[0]['lr']:g}", *losses])
-    return by_task(rows, before=("lr",))
-
-
 def tables() -> dict[str, str]:
     """Every table by its name in a page."""
-    made = [steps, large, rules, classes, first, host_cost, storage_errors, storage, plan]
-    made += [peers, turns, population, train_step, loss]
-    made += [which_loss, which_steps, which_lrs, which_untuned]
+    made = [steps, uncompiled, large, rules, classes, eager_classes, host_cost]
+    made += [storage_errors, storage, peers, turns, population, train_step, loss]
+    made += [headline, lbfgs, plan, plan_llama, first, release, accumulation, muon]
+    made += [which_loss, which_steps]
     return {make.__name__: make() for make in made}
 
 
@@ -346,7 +486,7 @@ def filled(page: str) -> str:
     """The page with each of its tables as the numbers are now."""
     made = tables()
     return re.sub(
-        r"<!-- (\w+) -->\n.*?<!-- / -->",
+        rf"<!-- ({'|'.join(made)}) -->\n.*?<!-- / -->",
         lambda found: f"<!-- {found[1]} -->\n\n{made[found[1]]}\n<!-- / -->",
         page,
         flags=re.S,

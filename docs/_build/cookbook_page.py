@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples/rules"
 # What own_rule.md tells of, in its order; `direction` is in all of them.
 DOORS = ("coeffs", "init", "after", "due", "measure", "means", "whole", "sums")
-KINDS = ("Wide", "Shaped", "Running")
+KINDS = ("Wide", "Number", "Shaped", "Running")
 GIVEN = {"self", "g", "s", "t", "x", "z", "r", "c"}
 
 
@@ -28,7 +28,7 @@ class Rule(NamedTuple):
 
 
 def linked(citation: str) -> str:
-    """Return a citation, as "Title, Authors (Source).", with the link of an arXiv number."""
+    """Return a citation, as "Title, Authors (Source).", linked by its arXiv number."""
     title, authors, source = re.fullmatch(r"(.*), (.*) \((.*)\)\.", citation).groups()
     if not source.startswith("arXiv:"):
         return f"{title}, {authors} ({source})"
@@ -43,7 +43,8 @@ def shown(cls: ast.ClassDef) -> str:
     found = [f"`{x}`" for x in DOORS if x in methods]
     found += [f"`{x}`" for x in KINDS if x in names | classes]
     asked = {x.arg for x in methods["direction"].args.args[2:]}
-    found += ["noise"] if "z" in asked else []
+    of_map = {x.arg for x in methods["whole"].args.args} if "whole" in methods else set()
+    found += ["noise"] if "z" in asked or "normal" in of_map else []
     found += ["an extra"] if asked - GIVEN and "measure" not in methods else []
     found += ["`State` by an option"] if "State" in methods else []
     found += ["`t`"] if "t" in asked else []

@@ -1,8 +1,8 @@
 """Write the pages that are made: `make docs` does, before the site is built.
 
-docs/optimizers/ has a page an optimizer, docs/reference/ three pages of their names: neither
-is committed, and what nothing makes any more is removed. README.md and some pages are, with
-their tables: they are brought up to date.
+docs/optimizers/ has a page per optimizer, docs/reference/ three pages of their names:
+neither is committed, and what nothing makes any more is removed. README.md and some pages
+are, with their tables: they are brought up to date.
 """
 
 from pathlib import Path
@@ -30,7 +30,8 @@ def files() -> dict[Path, str]:
     made[Path("cookbook.md")] = cookbook_page.filled((DOCS / "cookbook.md").read_text())
     choose = (DOCS / "choose.md").read_text()
     for name in LISTS:
-        made[Path(name)] = optimizer_pages.filled((DOCS / name).read_text(), choose)
+        text = made.get(Path(name)) or (DOCS / name).read_text()
+        made[Path(name)] = optimizer_pages.filled(text, choose)
     return made
 
 

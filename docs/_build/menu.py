@@ -17,5 +17,5 @@ def optimizers() -> list[dict[str, str]]:
 def on_config(config: Any) -> Any:
     """Put them behind the other pages about optimizers."""
     (pages,) = [x["Optimizers"] for x in config.nav if "Optimizers" in x]
-    pages[-1:-1] = optimizers()  # LBFGS has a page of its own, and is the last
+    pages += optimizers()
     return config

@@ -26,8 +26,8 @@ SECTIONS = ("When, and when not", "Usual ranges", "Coming from elsewhere")
 
 # What the text of a number says it is measured in.
 MEASURES = re.compile(
-    r"\b(steps?|shares?|factor|multiplied by|power|exponent|norm|RMS|roots?|gradients?|sizes?|"
-    r"squared|side|rows|rate|how (much|far|fast))\b",
+    r"\b(steps?|shares?|factor|multiplied by|power|exponent|norm|RMS|roots?|gradients?|"
+    r"sizes?|squared|side|rows|rate|how (much|far|fast))\b",
     re.IGNORECASE,
 )
 # dtype of the parameters, `storage`, and what it is called here.
@@ -266,8 +266,8 @@ def facts(name: str) -> list[str]:
         )
     if rule.means is not None:
         found.append(
-            "It takes means over each tensor, for which gradient and state are read a second "
-            "time; sharded, they are one message a step."
+            "It takes means over each tensor, for which gradient and state are read a "
+            "second time; sharded, they are one message per step."
         )
     if rule.accumulate is None:
         found.append(
@@ -299,8 +299,8 @@ def page(name: str) -> str:
         "## Hyperparameters",
         arguments(name, note, documented),
         note.text["Usual ranges"],
-        "Options that every optimizer has (`compile`, `storage`, `cautious_decay`, ...) are "
-        "told [once](../reference/optimizers.md#optimi_func.optimizers.BaseOptimizer).",
+        "Options that every optimizer has (`compile`, `storage`, `cautious_decay`, ...) "
+        "are told [once](../reference/optimizers.md#optimi_func.optimizers.BaseOptimizer).",
         "## State",
         f"Bytes a parameter, of tensors that were made for a {SIDE} x {SIDE} matrix when "
         "this page was. With gradient release no gradient counts but the largest.",
@@ -345,10 +345,24 @@ def index() -> str:
         )
     note = (
         "`MuonAdamW` and `Mixed` put [several rules into one optimizer]"
-        "(../reference/optimizers.md#optimi_func.Mixed). [`LBFGS`](../lbfgs.md) "
+        "(../reference/optimizers.md#optimi_func.Mixed). [`LBFGS`](../populations.md#fits) "
         "is for losses without noise, and `lbfgs` for many small problems at once."
     )
-    return "\n".join([*rows, "", note]) + "\n"
+    keys = """
+## Names in the state
+
+Moments have the names that torch.optim gives them, where it has the optimizer, and are
+stored without the bias correction. So its states load, and these go back. Parameters of 16
+bits also have `kahan_comp`, unless Kahan summation is off.
+"""
+    shapes = """
+- Adafactor's `row_var` is (..., rows, 1), `col_var` (..., 1, columns), and `variance` of a
+  vector. What a parameter does not need has no elements. NorMuon's `second_momentum_buffer`
+  is (..., rows, 1). SOAP's `exp_avg` and `exp_avg_sq` are in its bases.
+- A centered RMSprop has both squares in float32 or wider, SOAP and Shampoo all of it.
+- The schedule-free classes have `train_param` in eval mode.
+"""
+    return "\n".join([*rows, "", note, keys, entries(names()), shapes.lstrip("\n")])
 
 
 ROW = re.compile(r"^\| \[`\w+`\]\(optimizers/(\w+)\.md\)", re.M)
@@ -414,40 +428,26 @@ def entries(order: list[str]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def paper(name: str) -> str:
-    """The paper of a rule as a link, or where it was."""
-    text = Documented.of(class_of(name)).references
-    if found := re.search(r'", arXiv:(\d{4}\.\d{4,5})', text):
-        return f"[{found[1]}](https://arxiv.org/abs/{found[1]})"
-    found = re.search(r'", ([^.;]+)', text)
-    assert found, f"References of {name}: a paper's title is in quotes, and then its place"
-    return found[1]
-
-
 def listed(order: list[str]) -> str:
-    """README's table."""
-    rows = [
-        "| class | pure functions | state per parameter | weight decay | paper |",
-        "|---|---|---|---|---|",
-    ]
+    """README's table: the classes by the kind of decay that is their default."""
+    rows = ["| class | weight decay |", "|---|---|"]
 
-    def alike(name: str) -> str:
-        usual = getattr(functional, name)(lr=1e-3).decay
-        return f"{Note.of(name).state} | {USUAL[usual]}"
+    def decay(name: str) -> str:
+        return USUAL[getattr(functional, name)(lr=1e-3).decay]
 
-    for key, same in grouped_rows(order, alike).items():
-        titles = coded([class_of(name).__name__ for name in same])
-        papers = ", ".join(dict.fromkeys([paper(name) for name in same]))
-        rows.append(f"| {titles} | {coded(same)}, … | {key} | {papers} |")
+    for kind, same in grouped_rows(order, decay).items():
+        rows.append(f"| {coded(class_of(name).__name__ for name in same)} | {kind} |")
     return "\n".join(rows) + "\n"
 
 
 def filled(page: str, choose: str) -> str:
     """A page with its tables of optimizers as they are now, in the order of choose.md."""
-    made = {"glance": glance, "entries": entries, "listed": listed}
+    made = {"glance": glance, "listed": listed}
     return re.sub(
-        r"<!-- (glance|entries|listed) -->\n.*?<!-- / -->",
-        lambda found: f"<!-- {found[1]} -->\n\n{made[found[1]](in_order(choose))}\n<!-- / -->",
+        r"<!-- (glance|listed) -->\n.*?<!-- / -->",
+        lambda found: (
+            f"<!-- {found[1]} -->\n\n{made[found[1]](in_order(choose))}\n<!-- / -->"
+        ),
         page,
         flags=re.S,
     )

@@ -11,10 +11,18 @@ import optimizer_pages
 
 from optimi_func import compiled, functional
 
-WIDTH = 88
+WIDTH = 76
 # What the classes' users call; the rest of BaseOptimizer is the engine's.
 SHARED = [
-    *("step", "give", "zero_grad", "add_param_group", "init_state", "step_params", "describe"),
+    *(
+        "step",
+        "give",
+        "zero_grad",
+        "add_param_group",
+        "init_state",
+        "step_params",
+        "describe",
+    ),
     *("state_dict", "load_state_dict", "load_fitting", "torch_state_dict"),
     "decoded_state_dict",
     *("master_state_dict", "load_master_state_dict", "functional", "load_functional"),
@@ -53,12 +61,9 @@ def classes() -> str:
         "`torch.optim.Optimizer`s, to be imported from `optimi_func`. Arguments that all "
         f"of them have are told on [`{base}`](#optimi_func.optimizers.{base}).",
         *(
-            f"::: optimi_func.{x}"
-            for x in found
+            f"::: optimi_func.{x}\n    options:\n      members: false"
+            for x in (*found, "MuonAdamW", "NorMuonAdamW", "Mixed")
         ),
-        "::: optimi_func.MuonAdamW\n    options:\n      members: false",
-        "::: optimi_func.NorMuonAdamW\n    options:\n      members: false",
-        "::: optimi_func.Mixed",
         "::: optimi_func.hidden_matrices",
         f"::: optimi_func.optimizers.{base}\n    options:\n      inherited_members: true\n"
         f"      members: [{', '.join(SHARED)}]",
@@ -90,7 +95,8 @@ def pure() -> str:
             made = getattr(functional, name + end)
             parts.append(function("optimi_func.functional", name + end, made))
     parts += [
-        "::: optimi_func.functional.lbfgs\n    options:\n      members: [init, step, solve]",
+        "::: optimi_func.functional.lbfgs\n"
+        "    options:\n      members: [init, step, solve]",
         "::: optimi_func.implicit_root",
     ]
     return "\n\n".join(parts) + "\n"
@@ -102,7 +108,10 @@ def compiled_steps() -> str:
         "# Compiled steps",
         "::: optimi_func.compiled\n    options:\n      members: false\n"
         "      show_root_heading: false\n      show_root_toc_entry: false",
-        "::: optimi_func.compiled.train_step",
+        "::: optimi_func.compiled.train_step.train_step",
+        "::: optimi_func.compiled.train_step.TrainState",
+        "::: optimi_func.compiled.train_step.PureStep",
+        "::: optimi_func.compiled.train_step.ClassStep",
         "::: optimi_func.compiled.step",
         "::: optimi_func.compiled.step_",
         "## By optimizer",

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -90,6 +91,37 @@ def test_nothing_is_fetched_from_elsewhere(parsed: dict[Path, Parsed]) -> None:
     for path in SITE.rglob("*.css"):
         found = re.findall(r"url\(\s*[\"']?(?:https?:)?//[^)]*", path.read_text())
         assert not found, f"{path}: {found}"
+
+
+# What notebooks print, and the table of `describe`, may be wider.
+PRINTED = re.compile(r'<div class="jp-RenderedText[^>]*>\s*<pre>.*?</pre>', re.S)
+CODE = re.compile(r"<pre[^>]*>(.*?)</pre>", re.S)
+COLUMNS = 76
+
+
+def test_code_fits_its_column() -> None:
+    wide = []
+    for path in PAGES:
+        for source in CODE.findall(PRINTED.sub("", path.read_text())):
+            lines = unescape(re.sub(r"<[^>]+>", "", source)).splitlines()
+            if not any(line.startswith("group  tensors") for line in lines):
+                wide += [f"{path.name}: {line}" for line in lines if len(line) > COLUMNS]
+    assert not wide, "\n".join(wide)
+
+
+def test_reference_pages_show_signatures_and_no_inner_names(
+    parsed: dict[Path, Parsed],
+) -> None:
+    pages = [path for path in PAGES if path.parent.name == "reference"]
+    assert len(pages) > 10
+    for path in pages:
+        text = unescape(re.sub(r"<[^>]+>", "", path.read_text()))
+        assert "Bases:" not in text and "defaults: Group" not in text, path
+        inner = [x for x in parsed[path].ids if re.search(r"optimi_func\..*\b_[a-z]", x)]
+        assert not inner, f"{path}: {inner}"
+    text = (SITE / "reference/optimizers.html").read_text()
+    plain = " ".join(unescape(re.sub(r"<[^>]+>", "", text)).split())
+    assert "AdamW( params, lr=0.001, betas=(0.9, 0.99), weight_decay=0.01," in plain
 
 
 # In a browser
@@ -213,6 +245,16 @@ def desk(browser) -> Iterator:
     context.set_default_timeout(20_000)
     yield context.new_page()
     context.close()
+
+
+def test_tables_fit_the_page(desk) -> None:
+    shown = "[...document.querySelectorAll('.md-typeset__table > table')]"
+    wide = []
+    for path in sorted(SITE.glob("*.html")):
+        desk.goto(path.as_uri())
+        widths = desk.evaluate(f"{shown}.map(x => x.getBoundingClientRect().width)")
+        wide += [f"{path.name}: {x}" for x in widths if x > 690]
+    assert not wide, "\n".join(wide)
 
 
 def test_search_works_from_a_folder(desk) -> None:

@@ -1,7 +1,8 @@
 """Shared parts of the pictures: one palette, boxes and arrows as SVG, charts by matplotlib.
 
 All are drawn on white; in the dark the site turns their lightness around and keeps hues, so
-that every color is of middling lightness, and nothing is told by color alone.
+that every color is of middling lightness, and nothing is told by color alone. Pages show
+them 690 pixels wide, which is 0.69 of those that are made of boxes.
 """
 
 from pathlib import Path
@@ -11,6 +12,7 @@ HERE = Path(__file__).parent
 DATA = HERE / "data"
 INK, FAINT, PAPER = "#1b1f24", "#5f6772", "#ffffff"
 BLUE, ORANGE, GREEN, GREY = "#2a6fb0", "#c8570b", "#1d8a66", "#7a828c"
+PURPLE = "#8e6bbf"
 # Fills behind text, the same hues.
 PALE = {BLUE: "#dbe9f6", ORANGE: "#fbe5d3", GREEN: "#d8efe6", GREY: "#eceef1"}
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
@@ -86,15 +88,16 @@ class Picture:
 
 def heading(picture: Picture, second: str = "") -> None:
     """The finding, and one line of how."""
-    picture.text(24, 36, picture.title, 20, anchor="start", bold=True)
+    picture.text(24, 36, picture.title, 24, anchor="start", bold=True)
     if second:
-        picture.text(24, 60, second, 14, FAINT, anchor="start")
+        picture.text(24, 64, second, 17, FAINT, anchor="start")
 
 
 def machine(about: dict) -> str:
     """Return the machine and the date of a measurement."""
     torch = about["torch"].partition("+")[0]
-    return f"{about['name']}, {about['threads']} threads, torch {torch}, {about['date']}"
+    threads = f"{about['threads']} thread{'s' * (about['threads'] > 1)}"
+    return f"{about['name']}, {threads}, torch {torch}, {about['date']}"
 
 
 def chart(title: str, second: str, width: float, height: float, columns: int = 1):
@@ -118,15 +121,15 @@ def chart(title: str, second: str, width: float, height: float, columns: int = 1
         "axes.spines.right": False,
         "axes.titlelocation": "left",
         "figure.facecolor": PAPER,
-        "font.size": 11,
+        "font.size": 12,
     }
     plt.rcParams.update(settings)
     figure, axes = plt.subplots(
         1, columns, figsize=(width, height), layout="constrained", squeeze=False
     )
     figure.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold")
-    figure.text(0.01, 0.012, second, fontsize=9, color=FAINT)
-    line = 0.17 / height
+    figure.text(0.01, 0.012, second, fontsize=10, color=FAINT)
+    line = 0.19 / height
     below = line * (1 + second.count("\n")) + 0.02
     figure.get_layout_engine().set(rect=(0, below, 1, 0.98 - below))
     return figure, axes[0]

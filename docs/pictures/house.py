@@ -14,7 +14,7 @@ from pathlib import Path
 from draw import BLUE, FAINT, GREY, HERE, INK, ORANGE, Picture, heading
 
 PACKAGE = Path(__file__).parents[2] / "optimi_func"
-WIDTH, MARGIN, GAP, LINE = 1000, 24, 12, 18
+WIDTH, MARGIN, GAP, LINE = 1000, 24, 12, 20
 # The colors of the rooms.
 PUBLIC = "public: a name to import from"
 INSIDE = "internal"
@@ -65,7 +65,7 @@ def wrapped(names: list[str], width: float) -> list[str]:
     """Break names into lines of at most `width` pixels."""
     lines: list[str] = []
     for name in names:
-        if lines and len(f"{lines[-1]} · {name}") * 7.3 < width - 16:
+        if lines and len(f"{lines[-1]} · {name}") * 8.6 < width - 12:
             lines[-1] += f" · {name}"
         else:
             lines.append(name)
@@ -80,7 +80,7 @@ def phrase(room: str, width: float) -> list[str]:
     said = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0]
     said = said.replace("`", "").removeprefix(f"{room}: ".capitalize())
     words = re.split(r"\.(?: |$)", " ".join(said.split()))[0]
-    return textwrap.wrap(words[:1].lower() + words[1:], int((width - 16) / 6.4))
+    return textwrap.wrap(words[:1].lower() + words[1:], int((width - 12) / 7.4))
 
 
 def color(room: str) -> str:
@@ -102,16 +102,16 @@ def draw(folder: Path = HERE) -> None:
         said = {r: phrase(r, widths[r]) for r in rooms}
         most = max(len(lines[r]) + len(said[r]) for r in rooms)
         rows.append((rooms, widths, said, lines, 32 + LINE * most))
-    top = 110
+    top = 120
     height = top + sum(tall + GAP for *_, tall in rows) + 12
     picture = Picture(WIDTH, height, "Imports point down: a floor knows only those below")
     heading(
         picture, "The files of optimi_func. The floor of a room follows from its imports."
     )
-    legend = [(BLUE, PUBLIC, 24), (ORANGE, ENGINE, 300), (GREY, INSIDE, 640)]
+    legend = [(BLUE, PUBLIC, 24), (ORANGE, ENGINE, 320), (GREY, INSIDE, 690)]
     for paint, words, x in legend:
-        picture.box(x, 76, 18, 14, paint)
-        picture.text(x + 26, 88, words, 13, FAINT, anchor="start")
+        picture.box(x, 84, 18, 14, paint)
+        picture.text(x + 26, 96, words, 16, FAINT, anchor="start")
     y = float(top)
     for rooms, widths, said, lines, tall in rows:
         x = float(MARGIN)
@@ -120,11 +120,11 @@ def draw(folder: Path = HERE) -> None:
             shown = "optimi_func" if room == "__init__" else room
             name = f"{shown}/" if (PACKAGE / room).is_dir() else shown
             middle = x + widths[room] / 2
-            picture.text(middle, y + 21, name, 15, mono=True, bold=True)
+            picture.text(middle, y + 21, name, 17, mono=True, bold=True)
             for i, line in enumerate(said[room] + lines[room]):
                 mono = i >= len(said[room])
                 picture.text(
-                    *(middle, y + 40 + LINE * i, line, 12, INK if not mono else FAINT),
+                    *(middle, y + 40 + LINE * i, line, 14, INK if not mono else FAINT),
                     mono=mono,
                 )
             x += widths[room] + GAP

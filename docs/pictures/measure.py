@@ -1,13 +1,17 @@
-"""Train what two of the pictures show, and keep the numbers beside them.
+"""Train what some of the pictures and tables show, and keep the numbers beside them.
 
-`python docs/pictures/measure.py loss` takes minutes (the four runs of `make train`),
-`python docs/pictures/measure.py population` one (the sweep of examples/lr_sweep.py). The
-files under data/ are committed: to draw is not to train.
+`python docs/pictures/measure.py loss` takes minutes (the runs of `make train`), and so
+do `loss_bfloat16` (those that compute in bfloat16) and `muon` (examples/muon_gpt.py, whose
+picture it draws too). `population` takes one (the sweep of examples/lr_sweep.py),
+`plan_llama` two (examples/plan_llama.py). The files under data/ are committed: to draw is
+not to train.
 """
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
+from statistics import mean, median, stdev
 
 import torch
 
@@ -17,6 +21,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
 import harness  # noqa: E402
 import lr_sweep  # noqa: E402
+import muon_gpt  # noqa: E402
+import plan_llama  # noqa: E402
 import train_gpt  # noqa: E402
 
 
@@ -26,9 +32,11 @@ def about(command: str) -> dict[str, object]:
     return {**found, "command": command}
 
 
-def loss() -> dict[str, object]:
-    """Training and validation, in bits per byte, of the four runs of `make train`."""
-    config = train_gpt.parse_arguments([])
+def loss(compute: str = "float32") -> dict[str, object]:
+    """Training and validation, in bits per byte, of the runs of `make train`."""
+    options = ["--compute", compute, "--threads", "1"]
+    config = train_gpt.parse_arguments(options)
+    torch.set_num_threads(config.threads)
     runs = train_gpt.make_runs(config)
     train_gpt.train(config, runs, train_gpt.load_text(config.text))
     rows = {
@@ -39,7 +47,7 @@ def loss() -> dict[str, object]:
         }
         for run in runs
     }
-    command = "python examples/train_gpt.py  # make train"
+    command = f"python examples/train_gpt.py {' '.join(options)}"
     return {"machine": about(command), "steps": config.steps, "runs": rows}
 
 
@@ -59,7 +67,46 @@ def population() -> dict[str, object]:
     }
 
 
+def plans() -> dict[str, object]:
+    """Return the planned peak of each recipe, by model and machine, in bytes."""
+    rows = {
+        model: {
+            machine: {recipe.name: [recipe.peak, recipe.fits] for recipe in plan.recipes}
+            for machine, plan in plan_llama.plans(sizes, context=2048).items()
+        }
+        for model, sizes in plan_llama.MODELS.items()
+    }
+    return {"machine": about("python examples/plan_llama.py"), "plans": rows}
+
+
+def muon() -> dict[str, object]:
+    """Validation of AdamW, and of Muon with it, by learning rate and by seed."""
+    options = ["--steps", "200", "--evaluations", "4", "--out"]
+    given, _ = muon_gpt.parse([*options, str(DATA.parent / "muon_gpt.png")])
+    found = muon_gpt.compare(given, train_gpt.load_text(given.model.text))
+    print(muon_gpt.report(given, found))
+    muon_gpt.plot(given, found)
+    rows: dict[str, object] = {}
+    for name, runs in found.items():
+        ends = [run.final() for run in runs["seeds"]]
+        rows[name] = {
+            "sweep": [round(run.final(), 4) for run in runs["sweep"]],
+            "seeds": {"mean": round(mean(ends), 4), "deviation": round(stdev(ends), 4)},
+            "step": median(t for run in runs["seeds"] for t in run.step_seconds),
+        }
+    command = "python examples/muon_gpt.py --steps 200 --evaluations 4"
+    return {"machine": about(command), "lrs": given.lrs, "runs": rows}
+
+
+MEASURES = {
+    "loss": loss,
+    "loss_bfloat16": partial(loss, "bfloat16"),
+    "muon": muon,
+    "population": population,
+    "plan_llama": plans,
+}
+
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        done = {"loss": loss, "population": population}[name]()
+        done = MEASURES[name]()
         (DATA / f"{name}.json").write_text(json.dumps(done, indent=1) + "\n")

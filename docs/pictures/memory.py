@@ -1,4 +1,4 @@
-"""The ladder of recipes: bytes a parameter of AdamW, by what they are for."""
+"""The ladder of recipes: bytes per parameter of AdamW, by what they are for."""
 
 import json
 
@@ -20,9 +20,9 @@ def draw(folder=HERE) -> None:
     """A bar a recipe."""
     found = json.loads(RESULTS.read_text())
     figure, (axes,) = chart(
-        "From 16 bytes a parameter down to 7, and to 5 with gradient release",
-        "python benchmarks/storage.py: AdamW on the shapes of GPT-2, all tensors alive "
-        f"after a step but activations.\n{machine(found['machine'])}",
+        "From 16 bytes per parameter to 7, and to 5 with gradient release",
+        "python benchmarks/storage.py: AdamW on the shapes of GPT-2; activations are not "
+        f"counted.\n{machine(found['machine'])}",
         9.5,
         4.8,
     )
@@ -39,7 +39,7 @@ def draw(folder=HERE) -> None:
             axes.barh(row, width, 0.66, left, edgecolor=edge, linewidth=1.2, **how)
         axes.text(total + 0.15, row, f"{total:.1f}", va="center", fontweight="bold")
         axes.text(
-            total + 1.6, row, f"{kept:.1f} released", va="center", color=FAINT, fontsize=10
+            total + 1.6, row, f"{kept:.1f} released", va="center", color=FAINT, fontsize=11
         )
     from matplotlib.patches import Patch
 
@@ -59,11 +59,11 @@ def draw(folder=HERE) -> None:
         bbox_to_anchor=(0.4, -0.16),
         ncols=3,
         frameon=False,
-        fontsize=9.5,
+        fontsize=10.5,
     )
     axes.set_yticks(range(len(RECIPES)), [name for _, name, _ in reversed(RECIPES)])
     axes.set_xlim(0, 21)
-    axes.set_xlabel("bytes a parameter")
+    axes.set_xlabel("bytes per parameter")
     save(figure, "memory.svg", folder)
 
 

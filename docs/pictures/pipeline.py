@@ -13,24 +13,24 @@ def draw(folder=HERE) -> None:
         (
             GREEN,
             "delta",
-            ["u = -(lr · d + decay · p)", "decay of every kind,", "scaling, lookahead"],
+            ["u = -(lr·d + decay·p)", "decay of every kind,", "scaling, lookahead"],
         ),
         (GREEN, "add", ["p + u, with Kahan", "compensation: decay", "is compensated too"]),
-        (ORANGE, "encode", ["bfloat16, 8-bit codes,", "16 bits more:", "as storage= says"]),
+        (ORANGE, "encode", ["bfloat16, 8 bits,", "16 bits more:", "as storage= says"]),
     ]
     width, gap, top = 168, 28, 96
     for i, (color, title, lines) in enumerate(boxes):
         x = 24 + i * (width + gap)
-        picture.box(x, top, width, 118, color)
-        picture.text(x + width / 2, top + 28, title, 17, bold=True)
+        picture.box(x, top, width, 126, color)
+        picture.text(x + width / 2, top + 28, title, 19, bold=True)
         for j, line in enumerate(lines):
-            picture.text(x + width / 2, top + 54 + 20 * j, line, 13, FAINT)
+            picture.text(x + width / 2, top + 58 + 23 * j, line, 15, FAINT)
         if i:
             picture.line((x - gap + 2, top + 59), (x - 2, top + 59), arrow=True)
     middle = 24 + 2.5 * width + 2 * gap
-    picture.line((middle, top + 118), (middle, top + 156))
+    picture.line((middle, top + 126), (middle, top + 156))
     picture.text(
-        middle, top + 178, "the same function of one tensor, in every place:", 14, bold=True
+        middle, top + 178, "the same function of one tensor, in every place:", 17, bold=True
     )
     places = [
         ("pure step", "vmap, grad, jvp"),
@@ -44,14 +44,14 @@ def draw(folder=HERE) -> None:
     for i, (title, line) in enumerate(places):
         x = 24 + i * (width + gap)
         picture.box(x, top + 206, width, 64, GREY)
-        picture.text(x + width / 2, top + 233, title, 14, bold=True)
-        picture.text(x + width / 2, top + 254, line, 12.5, FAINT)
+        picture.text(x + width / 2, top + 233, title, 15, bold=True)
+        picture.text(x + width / 2, top + 254, line, 15, FAINT)
     picture.text(
         24,
         410,
         "orange: core/storage, core/codes · blue: optimizers/ · green: core/leaf · grey: "
         "pure, execution, compiled, gradient_release",
-        12.5,
+        14.5,
         FAINT,
         anchor="start",
     )

@@ -20,8 +20,8 @@ def draw(folder=HERE) -> None:
     found = json.loads(RESULTS.read_text())
     figure, (axes,) = chart(
         "Release on replicas keeps a few buckets, DDP all gradients",
-        "python benchmarks/replicas.py: a model of 16 MiB, buckets of 1 MiB, two processes "
-        f"on gloo, counted in malloc.\n{machine(found['machine'])}",
+        "python benchmarks/replicas.py: a model of 16 MiB, buckets of 1 MiB, two "
+        f"processes on gloo, counted in malloc.\n{machine(found['machine'])}",
         9.5,
         4.2,
     )
@@ -37,7 +37,7 @@ def draw(folder=HERE) -> None:
     from matplotlib.patches import Patch
 
     axes.axvline(1.0, color=GREEN, linewidth=1.2, linestyle="--")
-    axes.text(1.01, len(WAYS) - 0.55, "all gradients", color=FAINT, fontsize=9)
+    axes.text(1.01, len(WAYS) - 0.55, "all gradients", color=FAINT, fontsize=11)
     axes.legend(
         handles=[
             Patch(facecolor=BLUE, label="stays after the step"),
@@ -45,7 +45,7 @@ def draw(folder=HERE) -> None:
         ],
         loc="lower right",
         frameon=False,
-        fontsize=9.5,
+        fontsize=10.5,
     )
     axes.set_yticks(range(len(WAYS)), [name for _, name in reversed(WAYS)])
     axes.set_xlim(0, 2.4)

@@ -1,9 +1,9 @@
-"""Final losses of all optimizers by task, and their curves, from benchmarks/which.py."""
+"""Final losses of all optimizers by task, and by the lr, from benchmarks/which.py."""
 
 import sys
 from statistics import mean
 
-from draw import BLUE, FAINT, GREY, HERE, INK, ORANGE, chart, machine, save
+from draw import BLUE, FAINT, GREEN, GREY, HERE, INK, ORANGE, chart, machine, save
 
 sys.path.append(str(HERE.parent / "_build"))
 import benchmark_tables
@@ -11,20 +11,34 @@ import benchmark_tables
 REFERENCE = "AdamW"
 # Ratios beyond these are drawn at the edge, with an arrow.
 LEAST, MOST = 0.5, 2.0
+WIDTH = 9.4
+# Of those with the same grid of lrs.
+LINES = {
+    "AdamW": (INK, "-", "o"),
+    "AdamW beta2=0.95": (ORANGE, "--", "s"),
+    "ScheduleFreeAdamW": (BLUE, "-", "^"),
+    "MuonAdamW": (GREEN, "-.", "D"),
+}
+
+
+def said(found: dict) -> str:
+    """The machines; a star is at the names of those that the second one trained."""
+    added = [*found.get("added", {}).values()][:1]
+    return "\n* ".join(machine(about) for about in (found["machine"], *added))
 
 
 def draw(folder=HERE) -> None:
     """A panel for each task; a row for each optimizer, a mark for each seed."""
     found = benchmark_tables.load(benchmark_tables.WHICH)
-    tasks, names = found["tasks"], benchmark_tables.contenders()
+    tasks, names = benchmark_tables.tasks(), benchmark_tables.contenders()
+    added = found.get("added", {})
+    labels = [f"{name} *" if name in added else name for name in reversed(names)]
     figure, panels = chart(
-        "Held-out loss beside AdamW's: better to the right",
-        "python benchmarks/which.py: AdamW's mean final loss by the optimizer's, each at "
-        "its best lr; a mark for each of "
-        f"{len(tasks['language']['optimizers'][REFERENCE]['final'])} seeds, a bar for "
-        f"their mean.\n{machine(found['machine'])}",
-        13,
-        6.4,
+        "Held-out loss beside AdamW's: right of 1 is better",
+        "python benchmarks/which.py: each at its best lr, a mark for a seed, a bar for the "
+        f"mean\n{said(found)}",
+        WIDTH,
+        1.8 + 0.23 * len(names),
         columns=len(tasks),
     )
     for axes, (task, about) in zip(panels, tasks.items()):
@@ -37,8 +51,8 @@ def draw(folder=HERE) -> None:
             color = BLUE if middle >= 1 else ORANGE
             color = GREY if name == REFERENCE else color
             inside = [min(max(x, LEAST), MOST) for x in values]
-            axes.plot(inside, [row] * len(inside), "o", color=color, alpha=0.5, ms=5)
-            axes.plot(min(max(middle, LEAST), MOST), row, "|", color=color, ms=15, mew=2.5)
+            axes.plot(inside, [row] * len(inside), "o", color=color, alpha=0.5, ms=4.5)
+            axes.plot(min(max(middle, LEAST), MOST), row, "|", color=color, ms=13, mew=2.5)
             if not LEAST <= middle <= MOST:
                 text, side = f"{middle:.0f} >", "right"
                 if middle < LEAST:
@@ -50,57 +64,56 @@ def draw(folder=HERE) -> None:
         axes.set_xscale("log")
         axes.minorticks_off()
         low, high = min(*shown, 0.97) * 0.98, max(*shown, 1.03) * 1.02
-        wide = high / low > 2
-        marks = (0.5, 0.7, 1, 1.4, 2) if wide else (0.7, 0.8, 0.9, 1, 1.1, 1.2)
+        marks = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 2)
+        if high / low > 1.5:
+            marks = (0.5, 0.6, 0.8, 1, 1.2, 1.5, 2)
         if high / low < 1.15:
-            marks = (0.96, 0.98, 1, 1.02, 1.04)
+            marks = (0.96, 1, 1.04)
         ticks = [x for x in marks if low < x < high]
         axes.set_xlim(low, high)
         axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+        axes.set_ylim(-0.6, len(names) - 0.4)
         first = axes is panels[0]
-        axes.set_yticks(
-            range(len(names)), list(reversed(names)) if first else [""] * len(names)
-        )
+        axes.set_yticks(range(len(names)), labels if first else [""] * len(names))
         axes.set_title(task, fontsize=12)
+        axes.set_xlabel("AdamW's loss / its own", fontsize=10)
         axes.grid(alpha=0.25)
     save(figure, "which.svg", folder)
-    curves(found, names, folder)
+    by_lr(found, folder)
 
 
-def curves(found: dict, names: list[str], folder=HERE) -> None:
-    """Draw the held-out loss of seed 0 at the best lr over the steps."""
-    tasks = found["tasks"]
+def by_lr(found: dict, folder=HERE) -> None:
+    """Draw the final loss of seed 0 over the lr, of those with the same lrs."""
+    tasks = benchmark_tables.tasks()
     figure, panels = chart(
-        "Held-out loss on the way: the best three of each task, and AdamW",
-        "python benchmarks/which.py: means over the seeds at the best lr. Others in grey.\n"
-        f"{machine(found['machine'])}",
-        13,
-        4.4,
+        "Held-out loss by the learning rate",
+        f"python benchmarks/which.py: seed 0\n{said(found)}",
+        WIDTH,
+        4.3,
         columns=len(tasks),
     )
-    styles = [(BLUE, "-"), (ORANGE, "--"), ("#1d8a66", "-.")]
     for axes, (task, about) in zip(panels, tasks.items()):
-        cells = about["optimizers"]
-        best = sorted(names, key=lambda n: mean(cells[n]["final"]))[:3]
-        for name in names:
-            curve = [mean(x) for x in zip(*cells[name]["curves"])]
-            steps = [about["steps"] * (i + 1) / len(curve) for i in range(len(curve))]
-            color, style, width = GREY, "-", 0.6
-            if name in best:
-                (color, style), width = styles[best.index(name)], 1.8
-            elif name == REFERENCE:
-                color, style, width = INK, ":", 1.8
-            label = name if width > 1 else None
-            axes.plot(steps, curve, style, color=color, linewidth=width, label=label)
-        if about["optimizers"][REFERENCE]["curves"][0][-1] < 1e-3:
-            axes.set_yscale("log")
-        top = mean(cells[REFERENCE]["curves"][0][:2])
-        axes.set_ylim(0.95 * mean(cells[best[0]]["final"]), 1.1 * top)
+        lowest = []
+        for name, (color, style, marker) in LINES.items():
+            if name not in about["optimizers"]:
+                continue
+            losses = about["optimizers"][name]["by lr"]
+            at = sorted((float(lr), min(loss, 1e3)) for lr, loss in losses.items())
+            look = {"color": color, "marker": marker, "ms": 4, "label": name}
+            axes.plot(*zip(*at), style, **look)
+            lowest.append(min(loss for _, loss in at))
+        best = min(lowest)
+        high = about["optimizers"][REFERENCE]["by lr"].values()
+        axes.set_ylim(best * 0.98, min(max(high), 1.8 * best) * 1.02)
+        axes.set_xscale("log")
+        axes.minorticks_off()
         axes.set_title(task, fontsize=12)
-        axes.set_xlabel("step")
-        axes.legend(frameon=False, fontsize=8)
+        axes.set_xlabel("lr")
         axes.grid(alpha=0.25)
-    save(figure, "which_curves.svg", folder)
+    panels[0].set_ylabel("held-out loss")
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper right", ncols=4, frameon=False, fontsize=10)
+    save(figure, "which_lr.svg", folder)
 
 
 if __name__ == "__main__":

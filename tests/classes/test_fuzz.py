@@ -36,9 +36,10 @@ from optimi_func import AdamW, prepare_for_gradient_release
 
 SHAPES = [(), (1,), (0,), (3,), (2, 3), (4, 4), (16,), (2, 3, 2, 2), (91, 91)]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
-# Of one step's arithmetic and of what it is stored in, relative.
+# Of one step's arithmetic and of what it is stored in, relative; in float64 that of the
+# model as well.
 ERROR = {torch.float64: 1e-11, torch.float32: 1e-4}
-UNIT = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8}
+UNIT = {torch.float64: 2.0**-50, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8}
 KINDS = [*["normal"] * 12, "none", "zero", "denormal", "tiny", "nan", "inf", "-inf", "none"]
 
 lrs = st.sampled_from([0.0, 1e-3, 0.01, 0.1])

@@ -100,7 +100,7 @@ def one_step(
         # x is not stored, and there is no z before the first weight.
         letters["z"] = letters["z"] if letters["W"] else p.clone()
         b1 = letters["b1"] if letters["b1"] else B1  # that made p of z and x
-        letters["x"] = (p - (1 - b1) * letters["z"]) / b1
+        letters["x"] = p + (1 - b1) / b1 * (p - letters["z"])  # exactly p where z is
     u, new = MOVES[name](p, letters, g, at)
     if name == "lion":
         c = reference.lion_average(letters, g, at)

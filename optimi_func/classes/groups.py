@@ -24,6 +24,7 @@ from optimi_func.execution.executors import Executor
 from optimi_func.pure.casts import PLAIN
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.convert import Entry, Group, without_wrappers
+from optimi_func.state.entry import stuck_moments
 
 # Hyperparameters that are no schedules of the parameter's step in a class.
 UNSCHEDULED = ("lr", "weight_decay", "max_lr")
@@ -198,10 +199,7 @@ def likely_mistakes(
         texts += check_stored(rules, storage, params)
     for storage, group, bound in list(zip(storages, groups, bounds))[first:]:
         texts += bound.likely_mistakes()
-        if stuck := checks.stuck_moments(bound.narrow_betas):
-            trained = [p for p in group["params"] if p.requires_grad]
-            dtypes = {storage.moments or p.dtype for p in trained}
-            texts += stuck * (torch.bfloat16 in dtypes)
+        texts += stuck_moments(group, bound)
         lr = group["lr"]
         if storage.param == "kahan8" and not isinstance(lr, Tensor) and 0 < lr < 2e-6:
             texts.append(

@@ -428,7 +428,7 @@ def decay_mistakes(groups: list[tuple[DecayKind, object]]) -> list[str]:
     ]
 
 
-def stuck_moments(betas: Iterable[object]) -> list[str]:
+def stuck_betas(betas: Iterable[object]) -> list[str]:
     """Return warnings for betas whose moments, if bfloat16, round updates to nothing.
 
     A bfloat16 number has 8 bits. If 1 - beta < 2^-8, beta * v + (1 - beta) * g^2 rounds

@@ -188,8 +188,12 @@ def moment(p: Tensor, kept: MomentStorage) -> Tensor | Moment8:
 
 
 def second_moment(p: Tensor, kept: MomentStorage) -> Tensor | SecondMoment8:
-    """Return zeros for a mean of squares; never float16, where 1e-4 squared is 0."""
-    return SecondMoment8.zeros(p) if in_codes(p, kept) else wide_second_moment(p, kept)
+    """Return zeros for a mean of squares; never float16, where 1e-4 squared is 0.
+
+    Beside codes it is float32, for a beta of 0.999: the tensors without codes are small.
+    """
+    make = slow_second_moment if kept == "8bit" else wide_second_moment
+    return make(p, kept)
 
 
 def wide_moment(p: Tensor, kept: MomentStorage) -> Tensor:

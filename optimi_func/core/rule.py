@@ -381,7 +381,8 @@ class Storage(NamedTuple):
     p[i] have a multiple of 64 elements (32 complex ones). A first moment is coded by its
     root, a second by its fourth root, which never rounds to 0, up or down by a sequence
     over the steps. Not coded are AMSGrad's maximum, Adan's last gradient, Ranger's slow
-    weights, and moments that are always float32, as AdEMAMix's and ADOPT's.
+    weights, and moments that are always float32, as AdEMAMix's and ADOPT's. Beside codes
+    other second moments are float32.
 
     Attributes:
         param: For bfloat16 (and float16) parameters: "plain" as they are; "kahan" with a

@@ -290,7 +290,7 @@ class FunctionalOptimizer(Kept):
 
     @cached_property
     def _stuck(self) -> list[str]:
-        return checks.stuck_moments(self.narrow_betas)
+        return checks.stuck_betas(self.narrow_betas)
 
     def warn(self, tree: FlatTree) -> None:
         """Warn of likely mistakes, and of moments of a tree that hardly move."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, StateDict
 
-from optimi_func.core.checks import check_module, shown
+from optimi_func.core.checks import check_module, shown, warn
 from optimi_func.core.distributed import distribute_like
 from optimi_func.core.leaf import init_leaf
 from optimi_func.core.pairs import as_real
@@ -21,7 +21,13 @@ from optimi_func.pure.tree import TreeState, seed_tensor
 from optimi_func.state import convert, stored
 from optimi_func.state.convert import Counterparts, Entry, Group, LoadReport, Match
 from optimi_func.state.describe import describe
-from optimi_func.state.entry import check_options, ensure_state, insert_made, named_params
+from optimi_func.state.entry import (
+    check_options,
+    ensure_state,
+    insert_made,
+    named_params,
+    stuck_moments,
+)
 
 
 class Fitted(NamedTuple):
@@ -326,7 +332,11 @@ class Checkpoints(Optimizer):
             self.register_load_state_dict_pre_hook(prepare),
             self.register_load_state_dict_post_hook(restore, prepend=True),
         ):
+            former = [group.get("betas") for group in self.param_groups]
             unwrapped(super().load_state_dict)(state_dict)
+        for betas, group in zip(former, self.param_groups):
+            if group.get("betas") != betas and not keep_dtypes:
+                warn(stuck_moments(group, self.bound_of(group)))
         return reports[-1]
 
     def load_fitting(self, state_dict: StateDict) -> Fitted:

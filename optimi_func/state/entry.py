@@ -10,7 +10,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from optimi_func.core.checks import check_param, check_taken, check_writable, is_expanded
+from optimi_func.core.checks import (
+    check_param,
+    check_taken,
+    check_writable,
+    is_expanded,
+    stuck_betas,
+)
 from optimi_func.core.codes import alike, recast_remainder, remainder_dtype
 from optimi_func.core.distributed import (
     all_reduce_all,
@@ -25,10 +31,12 @@ from optimi_func.core.storage import (
     check_entry,
     entry_of,
     field_of,
+    group_storage,
     missing_fields,
     own_names,
 )
 from optimi_func.core.torch_private import has_memory
+from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import running_tensors
 from optimi_func.state.convert import Entry, Group
 from optimi_func.state.stored import fresh_like, restored
@@ -190,6 +198,13 @@ def named_params(group: Group) -> list[tuple[str, Tensor]]:
             "model.named_parameters()"
         )
     return list(zip(group.get("param_names", ()), group["params"]))
+
+
+def stuck_moments(group: Group, bound: FunctionalOptimizer) -> list[str]:
+    """Return warnings about betas that bfloat16 moments of a group do not follow."""
+    stuck, moments = stuck_betas(bound.narrow_betas), group_storage(group).moments
+    trained = [p for p in group["params"] if p.requires_grad] if stuck else []
+    return stuck * (torch.bfloat16 in {moments or p.dtype for p in trained})
 
 
 def check_options(mine: Group, options: Group) -> None:

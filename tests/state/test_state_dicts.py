@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+import warnings
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from cases import CLASSES, OPTIMI, fitting
 from many_sizes import assert_alike, fill, params, train
-from torch import Tensor
+from torch import Tensor, nn
 
 import optimi_func
 from optimi_func import SGD, Adam, AdamW, RAdam
@@ -444,6 +445,31 @@ def test_dtypes_are_the_running_optimizers_or_the_files(keep: bool) -> None:
     qs = other.param_groups[0]["params"]
     expected = torch.float32 if keep else torch.bfloat16
     assert {other.state[q]["exp_avg"].dtype for q in qs} == {expected}
+
+
+@pytest.mark.parametrize(
+    ("options", "keep", "warns"),
+    [
+        ({}, False, True),
+        ({}, True, False),  # of moments as they were, float32
+        ({"storage": "exact"}, False, False),
+        ({"storage": "compact"}, False, False),
+        ({"betas": (0.9, 0.999), "state_dtype": torch.float32}, False, False),
+    ],
+)
+def test_betas_that_bfloat16_moments_do_not_follow(options, keep: bool, warns: bool) -> None:
+    wide = nn.Parameter(torch.ones(3))
+    theirs = torch.optim.AdamW([wide], lr=0.1)
+    wide.grad = torch.ones(3)
+    theirs.step()
+    ours = AdamW([nn.Parameter(wide.detach().bfloat16())], lr=0.1, **options, **EAGER)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):  # the second time they are its own
+            ours.load_state_dict(theirs.state_dict(), keep_dtypes=keep)
+    told = [str(w.message) for w in caught if "with bfloat16 state" in str(w.message)]
+    assert len(told) == warns
+    assert all(w.filename == __file__ for w in caught)
 
 
 def test_how_the_step_is_carried_out_stays_as_it_is() -> None:

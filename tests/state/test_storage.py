@@ -615,6 +615,21 @@ def test_a_decoded_state_loads_into_any_storage(storage: Any) -> None:
             torch.testing.assert_close(again.state[p][name], x, rtol=tight, atol=0)
 
 
+@pytest.mark.parametrize("storage", ["compact", Storage(moments="8bit")])
+def test_small_second_moments_beside_codes_follow_a_beta_of_0_999(storage: Any) -> None:
+    p = nn.Parameter(torch.ones(40, dtype=torch.bfloat16))
+    optimizer = AdamW([p], lr=1e-3, betas=(0.9, 0.999), storage=storage, compile=False)
+    generator, v = torch.Generator().manual_seed(0), torch.zeros(40, dtype=torch.float64)
+    for step in range(600):  # gradients fall, and v has to
+        size = 1.0 if step < 50 else 0.05
+        p.grad = (size * torch.randn(40, generator=generator)).bfloat16()
+        v = 0.999 * v + 0.001 * p.grad.double() ** 2
+        optimizer.step()
+    found = optimizer.state[p]["exp_avg_sq"]
+    torch.testing.assert_close(found.double(), v, rtol=1e-4, atol=0)
+    assert optimizer.state[p]["exp_avg"].dtype == torch.bfloat16
+
+
 def test_the_table_says_how_each_group_is_kept() -> None:
     net = model()
     first, *rest = net.parameters()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples/rules"
 # What own_rule.md tells of, in its order; `direction` is in all of them.
-DOORS = ("coeffs", "init", "after", "due", "measure", "means", "whole", "sums")
+DOORS = ("coeffs", "init", "after", "due", "measure", "divisor", "whole", "sums")
 KINDS = ("Wide", "Number", "Shaped", "Running")
 GIVEN = {"self", "g", "s", "t", "x", "z", "r", "c"}
 

@@ -69,7 +69,7 @@ class LAMB(Moments, name="lamb"):
         exp_avg: Moment  # m
         exp_avg_sq: Wide  # v
 
-    def means(self, mean: Callable[[Tensor], Tensor], x: Tensor, d: Tensor, move: Move):
+    def divisor(self, mean: Callable[[Tensor], Tensor], x: Tensor, d: Tensor, move: Move):
         # From these means follows the norm of the move, for any lr and decay.
         xx, dd = mean(x * x), mean(d * d)
         db, bb = mean(d * move.decays), mean(move.decays * move.decays)

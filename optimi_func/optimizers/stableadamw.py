@@ -40,7 +40,7 @@ class StableAdamW(Moments, name="stableadamw"):
 
     weight_decay: Float = Float(1e-2)
 
-    def means(
+    def divisor(
         self,
         mean: Callable[[Tensor], Tensor],
         g: Tensor,

@@ -47,7 +47,7 @@ used or has a subclass, an assignment raises.
   take scalars and tensors alike.
 - `math.sqrt(self.beta)`: write `self.beta ** 0.5`. `torch.exp(self.beta)` takes scalars
   too.
-- `g / g.norm()` and other norms: `means` or `measure`. A mean of a mean: another formula,
+- `g / g.norm()` and other norms: `divisor` or `measure`. A mean of a mean: another formula,
   because all are taken at once.
 - `g.flatten()`, `g.shape` and all that is not elementwise, because g may be flat, or a
   shard: `whole`.
@@ -76,7 +76,7 @@ draws the same for all parameters: where these have to differ, draw in `whole` a
 **`measure`** gets the gradient with `maximize`, clipping and the decay of `decay="l2"` in
 it. It goes with neither `sums`, `whole` nor `cautious=True`. With `accumulation="states"`
 each part of a gradient is measured by itself. It costs one more pass of the kernels, and
-one message a step if parameters are sharded. So does `means` beside it, and `after` with
+one message a step if parameters are sharded. So does `divisor` beside it, and `after` with
 means.
 
 **`Number`** fields begin at 0, unless `init` returns a 0-d tensor. The new value is
@@ -85,8 +85,8 @@ other 0-d extra goes into it as `mean(extra)`. The last value does not stand ins
 `mean`. Complex parameters are refused. Steps that a `GradScaler` skips leave it, and a part
 of a gradient that is accumulated in the state does not count.
 
-**`means`** that takes `decay` goes with every kind of decay, but not with `cautious=True`.
-With `move` it does.
+**`divisor`**, if it takes `decay`, goes with every kind of decay, but not with
+`cautious=True`. With `move` it does.
 
 **`whole`** is called at every step and not traced. t and hyperparameters are floats, or 0-d
 float64 tensors under `vmap`, derivatives and `torch.compile`, where `torch.where` takes the
@@ -95,7 +95,7 @@ that are not `Shaped` are None in s. It may take them by name, decoded from thei
 and returns None for them. It is tried on the shape of each parameter when an optimizer or
 its state is made, on meta tensors: where it raises, the parameter is refused. Sharded
 matrices are brought together for it by their owners. A field of the shape `()` is in every
-process. It does not go with `means`.
+process. It does not go with `divisor`.
 
 **`after`**: what it returns replaces the whole move, and so the decay. Where u is not in
 it, `weight_decay` raises unless a method reads it or the class line has `decay="l2"`, and
@@ -182,7 +182,7 @@ class Optimizer(Body):
     - `direction(self, g, s, ...) -> (d, State)` may take t, x, standard normal z if there
       is a field `seed`, and extras under other names, which `step` is given. With a
       `Running` of floats it takes r, and returns one as third result. `accumulate`,
-      `after`, `measure`, `means` and `sums` may take the same extras, and `whole` and
+      `after`, `measure`, `divisor` and `sums` may take the same extras, and `whole` and
       `join` 0-d ones. An extra may have a number as its default. `loss` is a closure's, if
       `step` is given no other.
     - `accumulate(self, g, s, ...) -> (d, State)`: for a further part of a step's gradient.
@@ -192,7 +192,7 @@ class Optimizer(Body):
       made of means (`mean(x * x)`) and maxima (`top(g.abs())`) over the parameter before
       the step, and which direction takes by name. Those with the name of a `Number`
       field of State last: s has that of the step before here, and the new one elsewhere.
-    - `means(self, mean, top, g, s, x, d, t)` returns what d is divided by. If it takes
+    - `divisor(self, mean, top, g, s, x, d, t)` returns what d is divided by. If it takes
       `decay`, what decay adds to d, it divides their sum. With `move`, it divides the whole
       move (see `Move`). s is the new state.
     - `whole(self, d, t, x) -> d` maps the direction of a whole tensor, as Muon does. With

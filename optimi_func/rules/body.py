@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+import warnings
 from abc import ABCMeta
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass, field, make_dataclass, replace
@@ -138,7 +139,7 @@ class OwnRule(FunctionalOptimizer):
             self.__dict__["rule"] = self.rule  # which is looked up once
         rule, means = self.rule, self.rule.means
         takes = means is not None and means.divides == "sum"
-        parts = {"measure": rule.measure, "sums": rule.join, "means that take decay": takes}
+        parts = {"measure": rule.measure, "sums": rule.join, "divisor(decay)": takes}
         if self.cautious and (found := [name for name, x in parts.items() if x]):
             raise ValueError(f"{where}: cautious=True with {found[0]}: allowed is False")
         self._check_decay()
@@ -309,6 +310,10 @@ class Body(BaseOptimizer, metaclass=BodyType):
 
     @classmethod
     def _define(cls) -> None:
+        if inspect.isfunction(former := vars(cls).get("means")):
+            text = f"{cls.__name__}.means is called divisor now, and means until 0.3"
+            warnings.warn(text, DeprecationWarning, stacklevel=4)
+            cls.divisor = former
         every = [pair for base in reversed(cls.__mro__) for pair in vars(base).items()]
         written, own = dict(every), {k: x for k, x in every if isinstance(x, Field)}
         for name in own.keys() - vars(cls).keys():

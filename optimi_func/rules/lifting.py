@@ -585,7 +585,7 @@ def _tried(where: str, graph: fx.Graph, *given: Any) -> Any:
 
 _NOT_ELEMENTWISE = (
     "{} is not elementwise: {}. What maps whole tensors is for `whole`, and what takes "
-    "means for `means`"
+    "means for `divisor`"
 )
 
 

@@ -53,18 +53,18 @@ _TAKES = {
     "sums": ["g", "s", "x", "t", "r", "c"],
     "join": ["r", "sums"],
     "measure": ["mean", "top", "numel", "g", "s", "x", "t", "r", "c"],
-    "means": ["mean", "top", "g", "s", "x", "d", "t", "decay", "move", "c"],
+    "divisor": ["mean", "top", "g", "s", "x", "d", "t", "decay", "move", "c"],
     "whole": ["d", "s", "t", "x", "normal", *RATES],
     "coeffs": ["t", "r", *RATES],
 }
 # Names of the first result, if it is no direction d.
 _FIRST = {"after": "u", "eval_point": "x", "sums": "a sum"}
-_FIRST.update(dict.fromkeys(("measure", "means", "after_means"), "what mean is given"))
-_EXTRAS = ("accumulate", "after", "measure", "means", "whole", "sums", "join")
+_FIRST.update(dict.fromkeys(("measure", "divisor", "after_means"), "what mean is given"))
+_EXTRAS = ("accumulate", "after", "measure", "divisor", "whole", "sums", "join")
 # The methods that take `mean` and `top`, and how the names of their results begin.
-_REDUCED = {"means": "", "measure": "measured_", "after": "after_"}
+_REDUCED = {"divisor": "", "measure": "measured_", "after": "after_"}
 # Methods and parts of them whose results are reduced.
-_MEASURED = ("measure", "means", "after_means", "sums")
+_MEASURED = ("measure", "divisor", "after_means", "sums")
 # Methods that are called with values.
 _CALLED = ("coeffs", "init", "refuses", "whole")
 _SHAPED = " (s has None for Shaped fields, which only whole has)"
@@ -76,7 +76,7 @@ NAMES = {"self", "State", "Running", *_TAKES, *chain(*_TAKES.values())} - {"c"}
 
 
 class Move(NamedTuple):
-    """The move -(lr * scale * d + decay * decays), which `means` divides if it takes it.
+    """The move -(lr * scale * d + decay * decays), which `divisor` divides if it takes it.
 
     Attributes:
         lr: The learning rate.
@@ -485,19 +485,19 @@ class Making:
     @property
     def divides(self) -> Literal["move", "direction", "sum"]:
         """`Means.divides`."""
-        takes = self.names("means")
+        takes = self.names("divisor")
         return "move" if "move" in takes else "sum" if "decay" in takes else "direction"
 
     def _divisors(self) -> tuple[list[Traced], list[Traced]]:
-        """Trace `means`; return the stand-ins of means, and what they are divided by."""
-        if not self.names("means"):
+        """Trace `divisor`; return the stand-ins of means, and what they are divided by."""
+        if not self.names("divisor"):
             return [], []
         me, new = self.given, self.new_state
-        divisor, part, self.tops = self._reduced("means", s=new)
+        divisor, part, self.tops = self._reduced("divisor", s=new)
         decays = me["move"].decays if self.divides == "move" else me["decay"]
         more = [me[x] for x in self.more]
         inputs = [me["g"], me["x"], me["d"], decays, *new[: self.count], *more]
-        self.parts["means"] = Part(inputs, part.inputs)
+        self.parts["divisor"] = Part(inputs, part.inputs)
         return part.results, [divisor]
 
     def _means(self, averages: list[Traced], divisors: list[Traced]) -> Means | None:
@@ -509,7 +509,7 @@ class Making:
 
         def measure(g: Any, x: Any, d: Any, decaying: Any, s: Any, c: Any) -> list[Tensor]:
             own = g, x, d, decaying, *s[: self.count]
-            return list(run["means"](*own, *self.scalars_in(c)))
+            return list(run["divisor"](*own, *self.scalars_in(c)))
 
         if "sums" in run:
             return Means(len(self.parts["sums"].results), summed, None)
@@ -609,10 +609,11 @@ class Making:
         if len(lacks) == 2:
             return None
         lacks += [] if names else ["Running"]
-        if lacks or self.names("means") or self.after_means.inputs:
+        if lacks or self.names("divisor") or self.after_means.inputs:
             raise TypeError(
-                f"{self.name} has {'no ' + lacks[0] if lacks else 'means'}: `sums` go with "
-                "a `join`, which returns a Running, and without `means` or means in `after`"
+                f"{self.name} has {'no ' + lacks[0] if lacks else 'a divisor'}: `sums` go "
+                "with a `join`, which returns a Running, and without a `divisor` or means "
+                "in `after`"
             )
         if twice := {*names} & {*self.defaults, *self.statics}:
             raise TypeError(

@@ -274,7 +274,7 @@ class Bounded(Decaying, name="bounded"):
     def direction(self, g: Tensor):
         return g
 
-    def means(self, mean: Any, d: Tensor, move: Move):
+    def divisor(self, mean: Any, d: Tensor, move: Move):
         dd, db, bb = mean(d * d), mean(d * move.decays), mean(move.decays * move.decays)
         own, decay = move.lr * move.scale, move.decay
         square = own * own * dd + 2 * own * decay * db + decay * decay * bb

@@ -528,7 +528,7 @@ class Gated(Optimizer):
     def direction(self, g: Tensor, weight: Tensor, gate: Tensor):
         return weight * g
 
-    def means(self, mean: Any, d: Tensor, weight: Tensor):
+    def divisor(self, mean: Any, d: Tensor, weight: Tensor):
         return root(mean(weight * d * d)) + 1e-6
 
     def after(self, u: Tensor, gate: Tensor):

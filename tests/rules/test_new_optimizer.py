@@ -830,17 +830,20 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         {
             "direction": lambda self, g: g,
             "whole": lambda self, d: d,
-            "means": lambda self, mean, g: mean(g),
+            "divisor": lambda self, mean, g: mean(g),
         },
     ),
     (
         "mean_0 is not known",
-        {"direction": lambda self, g: g, "means": lambda self, mean, g: mean(g - mean(g))},
+        {
+            "direction": lambda self, g: g,
+            "divisor": lambda self, mean, g: mean(g - mean(g)),
+        },
     ),
     *[
         (f"{name} is an option or a method", {name: 1.0, "__annotations__": {name: float}})
         for name in (
-            "storage maximize step decay numbers params t x g s self pure factory means "
+            "storage maximize step decay numbers params t x g s self pure factory divisor "
             "State Running bare keywords rule_of rule_for"
         ).split()
     ],

@@ -189,7 +189,7 @@ class Normalized(Optimizer):
     def direction(self, g: Tensor):
         return g
 
-    def means(self, mean: Any, g: Tensor):
+    def divisor(self, mean: Any, g: Tensor):
         return mean(g * g).sqrt()
 
 
@@ -207,7 +207,7 @@ class OwnLamb(Optimizer):
         d = m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + self.eps)
         return d, self.State(m, v)
 
-    def means(self, mean: Any, d: Tensor, x: Tensor, decay: Tensor):
+    def divisor(self, mean: Any, d: Tensor, x: Tensor, decay: Tensor):
         r = d + decay
         return (mean(r * r) / mean(x * x)).sqrt()
 
@@ -260,10 +260,27 @@ def test_means_that_take_decay_divide_it_too(
     torch.testing.assert_close(w.detach(), p, rtol=1e-12, atol=1e-12)
 
 
-def test_cautious_is_refused_where_means_take_decay() -> None:
-    with pytest.raises(ValueError, match="OwnLamb: cautious=True with means that take"):
+def test_cautious_is_refused_where_a_divisor_takes_decay() -> None:
+    with pytest.raises(ValueError, match=r"OwnLamb: cautious=True with divisor\(decay\)"):
         OwnLamb.pure(lr=0.1, cautious=True)
     Normalized.pure(lr=0.1, cautious=True)
+
+
+def test_a_divisor_under_its_former_name() -> None:
+    with pytest.warns(DeprecationWarning, match="Former.means is called divisor") as caught:
+
+        class Former(Optimizer):
+            def direction(self, g: Tensor):
+                return g
+
+            def means(self, mean: Any, g: Tensor):
+                return mean(g * g).sqrt()
+
+    assert [w.filename for w in caught] == [__file__]
+    x, g = torch.ones(3), torch.tensor([1.0, 2.0, 2.0])
+    for rule in (Former.pure(lr=0.1), Normalized.pure(lr=0.1)):
+        found, _ = rule.step(x, g, rule.init(x))
+        torch.testing.assert_close(found, x - 0.1 * g / 3**0.5)
 
 
 # Hyperparameters

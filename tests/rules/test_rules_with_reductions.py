@@ -55,7 +55,7 @@ class Twice(Shifted):
     def direction(self, g: Tensor, x: Tensor, total: Tensor):
         return g / total + x
 
-    def means(self, mean: Any, d: Tensor):
+    def divisor(self, mean: Any, d: Tensor):
         return mean(d)
 
 
@@ -581,7 +581,7 @@ REFUSED_SUMS: dict[str, tuple[dict[str, Any], str]] = {
         {"Running": None, "direction": lambda self, g: g},
         r"has no Running: `sums` go with",
     ),
-    "means": ({"means": lambda self, mean, g: mean(g)}, r"has means: `sums` go with"),
+    "a divisor": ({"divisor": lambda self, mean, g: mean(g)}, r"has a divisor: `sums` go"),
     "a number": ({"sums": lambda self, g: 2.0}, r"sums returned 2\.0: allowed are tensors"),
     "a scalar": ({"sums": lambda self, g: self.size}, r"sums returned .*allowed are tens"),
     "no element": ({"sums": lambda self, g: g.flip(0)}, r"sums is not elementwise"),

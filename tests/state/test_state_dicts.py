@@ -457,7 +457,7 @@ def test_dtypes_are_the_running_optimizers_or_the_files(keep: bool) -> None:
         ({"betas": (0.9, 0.999), "state_dtype": torch.float32}, False, False),
     ],
 )
-def test_betas_that_bfloat16_moments_do_not_follow(options, keep: bool, warns: bool) -> None:
+def test_betas_that_bfloat16_does_not_follow(options, keep: bool, warns: bool) -> None:
     wide = nn.Parameter(torch.ones(3))
     theirs = torch.optim.AdamW([wide], lr=0.1)
     wide.grad = torch.ones(3)

@@ -22,7 +22,7 @@ class Peak(Optimizer):
         m = 0.9 * s.exp_avg + g / (size.abs() + 0.1)
         return m, self.State(m)
 
-    def means(self, mean: Any, top: Any, d: Tensor):
+    def divisor(self, mean: Any, top: Any, d: Tensor):
         return top(d.abs()) + root(mean(d * d)) + 0.01
 
 

@@ -130,7 +130,7 @@ def test_rule_files_are_mathematics(path: Path) -> None:
             r"^__all__ = [^]]*\]\n(.*?)^(?:@dataclass\(frozen|_rules: )", text, re.M | re.S
         )
     assert (
-        re.search("direction|def (whole|directed|scaled|means)", source)
+        re.search("direction|def (whole|directed|scaled|divisor)", source)
         or "Rectified," in text
     )
     tree = ast.parse(source)

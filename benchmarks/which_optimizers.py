@@ -82,26 +82,27 @@ class MuonAdamW(ForMatrices):
 
 
 class ByLayers(Contender):
-    """Scion: hidden matrices by their spectral norm, and the rest by signs."""
+    """Scion: hidden matrices and vectors by their norms, and the rest by signs."""
 
     def make(self, model: nn.Module, lr: float, steps: int, compile: bool) -> Any:
         """Return the optimizer of a model."""
         del steps
-        hidden, rest = self.parts(lr)
-        part = hidden_matrices(model), hidden
-        return Mixed(model.named_parameters(), part, rest=rest, compile=compile)
+        *parts, rest = self.parts(model, lr)
+        return Mixed(model.named_parameters(), *parts, rest=rest, compile=compile)
 
     def value(self, model: nn.Module, lr: Any, steps: int) -> Any:
         """Return the same as a value."""
         del steps
-        hidden, rest = self.parts(lr)
-        return transforms.partition((hidden_matrices(model), hidden), rest=rest)
+        *parts, rest = self.parts(model, lr)
+        return transforms.partition(*parts, rest=rest)
 
-    def parts(self, lr: Any) -> tuple[Any, Any]:
-        """Return the values of both, with the authors' ratio of radii."""
+    def parts(self, model: nn.Module, lr: Any) -> tuple[Any, ...]:
+        """Return selections with values, and that of the rest, by the authors' radii."""
         rule = getattr(optimi_func, self.pure)
+        ball = rule(lr=lr, **self.options)
         signs = rule(lr=lr, norm="sign", radius=60.0, **self.options)
-        return rule(lr=lr, **self.options), signs
+        vectors = (lambda path, p: p.dim() < 2), ball
+        return (hidden_matrices(model), ball), vectors, signs
 
 
 @cache

@@ -374,22 +374,21 @@ def all_finite(
     device = largest[0].device if largest else to_local(params)[0].device
     every = [x.to(device, torch.float64) for x in largest]
     finite = torch.stack([*every, torch.zeros((), device=device)]).isfinite().all()
-    return everywhere(finite, params, copies)
+    return everywhere(finite, params, () if copies is None else [copies])
 
 
 def everywhere(
-    flag: Tensor, params: Sequence[object], copies: "ProcessGroup | None" = None
+    flag: Tensor, params: Sequence[object], groups: "Sequence[ProcessGroup]"
 ) -> Tensor:
-    """All-reduce a flag: True if it is in all processes that hold params.
+    """All-reduce a flag: True if it is in all processes that hold params, and of groups.
 
-    `copies` is the process group that holds copies of plain ones. It is one message for
-    each dimension of a mesh, and of several meshes first the largest.
+    It is one message for each dimension of a mesh, and of several meshes first the largest.
     """
     specs = [_spec(p, range(p.device_mesh.ndim)) for p in params if is_distributed(p)]
     kinds = {spec.group: spec for spec in specs if spec is not None}
     denied = (~flag).double()
     for spec in sorted(kinds.values(), key=lambda spec: -spec.mesh.size()):
         (denied,) = all_reduce_sum([denied], [spec])
-    if copies is not None:
-        distributed.all_reduce(denied, group=copies)
+    for group in groups:
+        distributed.all_reduce(denied, group=group)
     return denied == 0

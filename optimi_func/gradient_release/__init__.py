@@ -5,6 +5,7 @@ the gradient is freed before the next one is computed.
 """
 
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -50,6 +51,7 @@ def prepare_for_gradient_release(
     clip_global_norm: float | None = None,
     grad_norm: bool = False,
     skip_nonfinite: bool | Literal["step"] = False,
+    groups: "Sequence[distributed.ProcessGroup]" = (),
     process_group: "distributed.ProcessGroup | Literal[False]" = False,
     bucket_cap_mb: float = 25,
     reduce_dtype: torch.dtype | None = None,
@@ -107,6 +109,9 @@ def prepare_for_gradient_release(
             "step" leaves all of them unchanged, in all processes. Every gradient has to be
             known before the first update, by clip_global_norm (which may be inf), or by
             accumulation="buffer" without accumulation_steps.
+        groups: Process groups whose processes have other parameters each, as the stages of
+            a pipeline. clip_global_norm, grad_norm and skip_nonfinite="step" are of all of
+            them, as in `clip_grad_norm_`. All end their steps together.
         process_group: The processes that hold the same model and average its gradients,
             such as `torch.distributed.group.WORLD`. False averages nothing.
         bucket_cap_mb: With `process_group`, the MiB of gradients in a bucket. About four
@@ -159,6 +164,7 @@ def prepare_for_gradient_release(
         clip_global_norm,
         grad_norm,
         skip_nonfinite,
+        tuple(groups),
     )
     check_module("prepare_for_gradient_release", model)
     check_flag("ignore_existing_hooks", ignore_existing_hooks)

@@ -4,12 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
-from typing import Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from optimi_func.core.checks import check_flag, check_whole
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 AccumulationMode: TypeAlias = Literal["states", "buffer"]
 
@@ -30,6 +33,7 @@ class ReleaseOptions:
     clip_global_norm: float | None
     grad_norm: bool
     skip_nonfinite: bool | Literal["step"]
+    groups: "tuple[ProcessGroup, ...]" = ()
 
     def __post_init__(self) -> None:
         """Raise if no backward could honour these options."""
@@ -63,6 +67,11 @@ class ReleaseOptions:
         if sum(limit is not None for limit in limits.values()) > 1:
             asked = ", ".join(f"{name}={limit}" for name, limit in limits.items())
             raise ValueError(f"{asked}: choose one")
+        if self.groups and not (self.two_pass or self.grad_norm or self.skips_steps):
+            raise ValueError(
+                f"groups={self.groups}: they need clip_global_norm, grad_norm or "
+                "skip_nonfinite='step', which ask about all gradients"
+            )
         ends_outside = self.accumulation == "buffer" and steps is None
         if self.skips_steps and not (self.two_pass or ends_outside):
             raise ValueError(

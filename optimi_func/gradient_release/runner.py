@@ -373,19 +373,20 @@ class Runner:
         if not o.grad_norm or (o.accumulation == "states" and not backward.fired):
             return  # step() ended the cycle without a gradient
         record([norm.value for norm in backward.norms])
-        self.grad_norm = norm_of_shards(backward.norms, 2, ())
+        self.grad_norm = norm_of_shards(backward.norms, 2, o.groups)
 
     def skips(self, norms: list[Norm]) -> bool:
         """Return True, and drop the cycle, if a measured gradient is not finite."""
         finites, self.finites = self.finites, list[Tensor]()
-        if not self.options.skips_steps:
+        o = self.options
+        if not o.skips_steps:
             return False
         start = torch.ones((), dtype=torch.bool, device=next(iter(self.names)).device)
         finite = torch.stack([start, *[x.to(start.device) for x in finites]]).all()
-        if everywhere(finite, list(self.params.values())):
+        if everywhere(finite, list(self.params.values()), o.groups):
             return False
         self.cycle, self.since_step = Accumulation(), self.since_step or SinceStep()
-        self.grad_norm = norm_of_shards(norms, 2, ()) if self.options.grad_norm else None
+        self.grad_norm = norm_of_shards(norms, 2, o.groups) if o.grad_norm else None
         for p in self.params.values():
             self._skip(p, torch.ones((), dtype=torch.bool, device=p.device))
         return True
@@ -456,7 +457,8 @@ class Runner:
 
     def grad_scale_of(self, norms: list[Norm]) -> Tensor:
         """Return the factor that clips all gradients, from their norms."""
-        return clip_factor(self.options.clip_global_norm, norm_of_shards(norms, 2, ()))
+        o = self.options
+        return clip_factor(o.clip_global_norm, norm_of_shards(norms, 2, o.groups))
 
     def _finite(
         self, params: list[Tensor], grads: list[Tensor], norms: list[Norm]

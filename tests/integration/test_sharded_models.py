@@ -43,6 +43,7 @@ from worlds import raises, world
 import optimi_func
 from optimi_func import (
     ASGD,
+    SGD,
     AdamW,
     NAdam,
     Rprop,
@@ -368,6 +369,43 @@ def test_stages_of_a_pipeline_are_clipped_by_one_norm() -> None:
     params[0].grad *= math.nan
     with raises(RuntimeError, "the norm of order 2.0 is"):
         clip_grad_norm_(params[:1], 1.0, error_if_nonfinite=True)
+
+
+@world(2)
+def test_a_release_of_stages_has_one_norm_and_one_skip() -> None:
+    stage, groups = dist.get_rank(), [dist.group.WORLD]
+    # Each row is a stage's, and the gradients of the third step are not finite in one.
+    rows = torch.tensor([[3.0, 4.0], [1.0, 2.0]]).double()
+    grads = [rows, 2 * rows, torch.tensor([[math.nan, 1.0], [1.0, 1.0]]).double(), rows]
+    ways: list[dict[str, Any]] = [{}, {"accumulation": "buffer"}]
+    for how in ways:
+        whole = nn.Parameter(torch.ones(2, 2).double())
+        single, skips = SGD([whole], lr=1.0, **EAGER), 0
+        model = nn.ParameterList([torch.ones(2).double()])
+        optimizer = SGD(model.parameters(), lr=1.0, gradient_release=True, **EAGER)
+        limits: dict[str, Any] = {"clip_global_norm": 0.5, "skip_nonfinite": "step"}
+        asked = {**how, **limits, "grad_norm": True, "groups": groups}
+        handle = prepare_for_gradient_release(model, optimizer, **asked)
+        for g in grads:
+            whole.grad = g.clone()
+            norm = nn.utils.clip_grad_norm_([whole], 0.5)
+            loss = partial(lambda p, g: (p * g).sum(), model[0], g[stage])
+            if how:
+                loss().backward()
+            else:
+                handle.backward(loss)
+            optimizer.step()
+            if norm.isfinite():
+                single.step()
+                torch.testing.assert_close(handle.grad_norm, norm, rtol=1e-12, atol=0.0)
+            else:
+                skips += 1
+            wanted = whole.detach()[stage]
+            torch.testing.assert_close(model[0].detach(), wanted, rtol=1e-12, atol=0.0)
+            assert sum(handle.skipped.values()) == skips, how
+        handle.remove()
+        with raises(ValueError, "they need clip_global_norm, grad_norm or skip_nonfinite"):
+            prepare_for_gradient_release(model, optimizer, groups=groups)
 
 
 @world(full=[2])

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import KW_ONLY
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -194,16 +195,28 @@ def rotated(x: Tensor, bases: Squares, back: bool = False) -> Tensor:
     return x
 
 
+def eigh(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues and eigenvectors, of float64 where float32 has none.
+
+    LAPACK may fail in float32 if many rows are 0, with an error or with NaN. Where a graph
+    or a transformation hides the result, it is float64's.
+    """
+    if is_unwatched() and level_of(x) < 0:
+        with suppress(torch.linalg.LinAlgError):
+            values, vectors = torch.linalg.eigh(x)
+            if x.is_meta or vectors.isfinite().all():
+                return values, vectors
+    values, vectors = torch.linalg.eigh(x.double())
+    return values.to(x.dtype), vectors.to(x.dtype)
+
+
 def eigen(factors: Squares) -> tuple[Tensor, Tensor]:
     """Return eigenvalues of all factors, the largest of each first, and eigenvectors."""
     values: list[Tensor] = []
     vectors: list[Tensor] = []
     for x in factors.values():
-        x = x.nan_to_num(0.0, 0.0, 0.0)  # eigh would raise, when others have moved
-        try:
-            found, q = torch.linalg.eigh(x)
-        except torch.linalg.LinAlgError:  # it does not converge in float32
-            found, q = (y.to(x.dtype) for y in torch.linalg.eigh(x.double()))
+        # eigh would raise for what is not finite, when others have moved.
+        found, q = eigh(x.nan_to_num(0.0, 0.0, 0.0))
         values.append(found.flip(-1))
         vectors.append(q.flip(-1).flatten())
     return torch.cat(values), torch.cat(vectors)

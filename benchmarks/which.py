@@ -264,6 +264,8 @@ def needed(task: Task, contender: Contender, rows: Rows, config: Config) -> list
     by_place = searched(task, contender, rows)
     if found or not by_place:
         return found
+    if min(by_place.values()) >= DIVERGED:
+        return at(0, seeds=every)  # no lr trains
     whole = {k: loss for k, loss in by_place.items() if k == int(k)}
     best = best_of(whole)
     for edge, way in ((min(whole), -1), (max(whole), 1)):

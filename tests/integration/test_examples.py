@@ -237,6 +237,23 @@ def test_which_benchmark(tmp_path: Path) -> None:
     assert 8.0 < task["optimizers"]["AdamMini"]["bytes"] < 11.0
 
 
+def test_the_search_ends_where_no_learning_rate_trains() -> None:
+    code = """
+import which
+config = which.Config(tasks=("language",), optimizers=("Shampoo",))
+tasks, contenders = which.named(config)
+task, shampoo, rows = tasks["language"], contenders["Shampoo"], {}
+while jobs := which.needed(task, shampoo, rows, config):
+    for job in jobs:
+        for lr, seed in job.members:
+            rows[which.Key(task.name, "Shampoo", lr, seed)] = {"losses": [which.DIVERGED]}
+print(len(rows))
+"""
+    folder = ROOT / "benchmarks"
+    out = subprocess.check_output([sys.executable, "-c", code], cwd=folder, text=True)
+    assert int(out) == 5 + 2  # the grid, and two more seeds in its middle
+
+
 @pytest.mark.soak
 def test_step_benchmark(tmp_path: Path) -> None:
     options = ["--sets", "tiny", "--ways", "optimi_func", "compile=False"]

@@ -198,13 +198,13 @@ def rotated(x: Tensor, bases: Squares, back: bool = False) -> Tensor:
 def eigh(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues and eigenvectors, of float64 where float32 has none.
 
-    LAPACK may fail in float32 if many rows are 0, with an error or with NaN. Where a graph
-    or a transformation hides the result, it is float64's.
+    LAPACK may fail in float32 if many rows are 0, with an error or with NaN. A graph does
+    not look for NaN, and a transformation of torch.func, which cannot, takes float64.
     """
-    if is_unwatched() and level_of(x) < 0:
+    if level_of(x) < 0:
         with suppress(torch.linalg.LinAlgError):
             values, vectors = torch.linalg.eigh(x)
-            if x.is_meta or vectors.isfinite().all():
+            if x.is_meta or not is_unwatched() or vectors.isfinite().all():
                 return values, vectors
     values, vectors = torch.linalg.eigh(x.double())
     return values.to(x.dtype), vectors.to(x.dtype)

@@ -68,8 +68,7 @@ def test_memory_timeline(tmp_path: Path) -> None:
 
     full = runs["standard"]["parameters"]
     compact = runs["release, compact"]
-    # Bytes: codes of both moments and of the compensation; small tensors have bfloat16.
-    # 3.1 bytes for 2, and 7 for 2 of tensors without codes, of which some are here.
+    # For 2 bytes 3.1 in codes, of moments and compensation; small tensors have 7.
     assert 1.5 < compact["optimizer state"] / compact["parameters"] < 1.8
     assert compact["parameters"] == full / 2
     for name, peaks in runs.items():

@@ -265,7 +265,7 @@ def needed(task: Task, contender: Contender, rows: Rows, config: Config) -> list
     if found or not by_place:
         return found
     if min(by_place.values()) >= DIVERGED:
-        return at(0, seeds=every)  # no lr trains
+        return at(best_of(by_place), seeds=every)  # no lr trains
     whole = {k: loss for k, loss in by_place.items() if k == int(k)}
     best = best_of(whole)
     for edge, way in ((min(whole), -1), (max(whole), 1)):

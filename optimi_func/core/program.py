@@ -122,20 +122,22 @@ class Room:
     """
 
     def __init__(self) -> None:
-        self._flat: dict[tuple[int, torch.dtype], Tensor] = {}
+        # By device, because a step may have parameters on several.
+        self._flat: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
         self._made: dict[object, list[Tensor]] = {}
 
     def buffers(self, dtypes: tuple[torch.dtype, ...], like: Tensor) -> list[Tensor]:
         """Return buffers of these dtypes, in the shape of a tensor and its memory order."""
-        key = dtypes, like.shape, like.stride()
+        key = dtypes, like.shape, like.stride(), like.device
         if key not in self._made:
             size, device = like.numel(), like.device
-            for x in enumerate(dtypes):
+            places = [(i, dtype, device) for i, dtype in enumerate(dtypes)]
+            for x in places:
                 if x not in self._flat or len(self._flat[x]) < size:
                     self._made.clear()  # which hold a smaller one
                     self._flat.pop(x, None)
                     self._flat[x] = torch.empty(size, dtype=x[1], device=device)
-            buffers = [self._flat[x][:size].view(like.shape) for x in enumerate(dtypes)]
+            buffers = [self._flat[x][:size].view(like.shape) for x in places]
             if is_dense(like):
                 buffers = [x.as_strided(like.shape, like.stride()) for x in buffers]
             self._made[key] = buffers

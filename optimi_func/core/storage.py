@@ -253,12 +253,13 @@ def own_shapes(rule: Rule, p: Tensor) -> dict[str, torch.Size]:
         return {}
     if torch.compiler.is_compiling() or not all([type(n) is int for n in p.shape]):
         return _own_shapes(rule, p)
-    shapes = _known.setdefault(rule, {})
-    if (key := (p.shape, p.dtype)) not in shapes:
+    shapes, key = _known.setdefault(rule, {}), (p.shape, p.dtype)
+    if (found := shapes.get(key)) is None:
         if len(shapes) >= 256:
             shapes.clear()
-        shapes[key] = _own_shapes(rule, p)
-    return shapes[key]
+        # Another thread may clear this before it is read again.
+        shapes[key] = found = _own_shapes(rule, p)
+    return found
 
 
 def _own_shapes(rule: Rule, p: Tensor) -> dict[str, torch.Size]:

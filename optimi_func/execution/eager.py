@@ -163,7 +163,8 @@ class EagerLaunch(Launch):
     def _run_joined(self, step: Step, packed: Packed, made: Program) -> list[Tensor]:
         lists, into = self._lists(step.columns)
         new = joined(made, lists, packed.values(self.dtype, self._device), _room(step))
-        for i in made.written:
+        # New tensors have no values yet, so they also need the results that did not change.
+        for i in made.written if self._in_place else range(len(new)):
             torch._foreach_copy_(list(map(flat, into[i])), new[i].split(self._sizes))
         return []
 

@@ -60,11 +60,11 @@ class Kept:
         if type(lr) is not float or not PLAIN.issuperset(kinds):
             return cls(**kwargs)
         key = tuple(rest.items()), kinds
-        if key not in cls._made:
-            if len(cls._made) == 64:
+        if (value := cls._made.get(key)) is None:
+            if len(cls._made) >= 64:
                 cls._made.clear()
-            cls._made[key] = cls(**kwargs)
-        value = cls._made[key]
+            # Another thread may have made an equal value meanwhile, and may clear them all.
+            value = cls._made.setdefault(key, cls(**kwargs))
         return value if value.lr == lr else value.with_lr(lr)
 
 

@@ -404,8 +404,9 @@ class Body(BaseOptimizer, metaclass=BodyType):
                     "as with Python's random numbers: leave them out"
                 )
         names = {*given} if making.untraced else making.read
+        # Another thread may have traced it meanwhile, and all values take one rule.
+        rule = cls._rules.setdefault(key_of(statics), rule)
         cls._known.append(({k: x for k, x in given.items() if k in names}, rule))
-        cls._rules[key_of(statics)] = rule
         return rule
 
 

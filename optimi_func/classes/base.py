@@ -327,9 +327,8 @@ class BaseOptimizer(Fields, Checkpoints):
         As in torch, several threads may call this without an error; if they write to the
         same parameter at the same time, the result is that of either.
 
-        A first step with every lr and every gradient 0 only makes the state, as
-        `init_state`, because torch.distributed.checkpoint takes such a step to make it.
-        Call `init_state` before if it is to be counted, as by a warmup that begins at 0.
+        torch.distributed.checkpoint makes missing state by a trial step in which every lr
+        and every gradient is 0. Within it this is `init_state`, and no step is counted.
 
         Args:
             closure: Reevaluates the model and returns the loss; run once, with grad.
@@ -354,7 +353,7 @@ class BaseOptimizer(Fields, Checkpoints):
             self.step_params([param])
             return None
         fresh = not (self._has_stepped and self.state)
-        if closure is None and fresh and wants_state_alone(self.state, self.param_groups):
+        if closure is None and fresh and wants_state_alone(self.state):
             self.init_state()
             return None
         loss = None

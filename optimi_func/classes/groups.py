@@ -174,9 +174,11 @@ def check_modes(group: Group) -> None:
     if group["foreach"] and group["gradient_release"]:
         checks.warn_user(
             "foreach=True updates many tensors at once, gradient_release=True one "
-            "at a time: foreach is disabled"
+            "at a time: foreach is disabled, and steps run one by one, as with "
+            "compile=False"
         )
-        group["foreach"] = False
+        # Without compile=False the step would be compiled, which rounds differently.
+        group.update(foreach=False, compile=False)
 
 
 def likely_mistakes(

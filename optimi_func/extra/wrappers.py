@@ -55,7 +55,7 @@ class Wrapper(torch.optim.Optimizer):
 
     def _params(self, closure: Closure | None) -> list[Tensor]:
         """Return all parameters, or none for a step that only makes state."""
-        if closure is None and wants_state_alone(self.state, self.param_groups):
+        if closure is None and wants_state_alone(self.state):
             return []
         return [p for group in self.param_groups for p in group["params"]]
 

@@ -14,7 +14,13 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from optimi_func.classes.base import BaseOptimizer
-from optimi_func.core.checks import check_flag, check_module, missing, tell_removed
+from optimi_func.core.checks import (
+    check_flag,
+    check_module,
+    missing,
+    tell_removed,
+    warn_user,
+)
 from optimi_func.gradient_release.handle import (
     GradientRelease,
     has_foreign_hooks,
@@ -230,7 +236,15 @@ def _owned(
 def remove_gradient_release(model: nn.Module) -> None:
     """Detach every hook that `prepare_for_gradient_release` added to the model.
 
-    This includes hooks that it added through another module with the same parameters.
+    This includes hooks that it added through another module with the same parameters. Warns
+    if there are none, for example because it was called before.
     """
-    for handle in releases_of(model):
+    releases = releases_of(model)
+    if not releases:
+        warn_user(
+            f"remove_gradient_release({type(model).__name__}): the model has no hooks of "
+            "prepare_for_gradient_release. Pass the module that was prepared, or a module "
+            "that has all of its parameters"
+        )
+    for handle in releases:
         handle.remove()

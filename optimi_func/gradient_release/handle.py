@@ -1,9 +1,11 @@
 """The handle of a gradient release, and the handles that models and parameters have."""
 
 import random
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from inspect import signature
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -395,8 +397,11 @@ class GradientRelease:
                 raise RuntimeError(f"step() would apply p.grad {why}")
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if len(args) > 2 or kwargs.get("param") is not None:
-            return  # the optimizer, closure, param: a step of one parameter
+        if "param" in kwargs or len(args) > 2:
+            # By its name: a class's own step may have another argument in this place.
+            call = signature(type(optimizer).step).bind(*args, **kwargs)
+            if call.arguments.get("param") is not None:
+                return  # a step of one parameter, which is a part of the cycle
         self.step()
         for key in WRAPPERS.keys() & set[str]().union(*optimizer.param_groups):
             self._warn_once(
@@ -437,10 +442,11 @@ class GradientRelease:
         """Compute the loss and run its backward, which updates the parameters.
 
         With `clip_global_norm` both run twice, once to measure the norm of all gradients
-        and once to apply them, scaled. In between, the random number generators of torch
-        and Python and the model's buffers (BatchNorm's statistics) are restored. `loss_fn`
-        must draw or change everything else in the same way again. Within an accumulation
-        cycle only the last backward runs twice.
+        and once to apply them, scaled. In between, the random number generators of torch,
+        Python and numpy and the model's buffers (BatchNorm's statistics) are restored.
+        `loss_fn` must draw or change everything else in the same way again, and so numbers
+        of a `numpy.random.Generator` of your own. Within an accumulation cycle only the
+        last backward runs twice.
 
         Args:
             loss_fn: Runs the model and returns the loss, a tensor of one element.
@@ -544,7 +550,8 @@ def measure(
     grads: dict[Tensor, Tensor | None] = {
         p: p.grad.clone() for p in params if p.grad is not None
     }
-    random_state = random.getstate()
+    random_state, numpy = random.getstate(), sys.modules.get("numpy")
+    numpy_state = None if numpy is None else numpy.random.get_state()
     devices = {p.device.index for p in params if p.is_cuda}
     try:
         with runner.measuring() as backward, torch.random.fork_rng(sorted(devices)):
@@ -562,6 +569,8 @@ def measure(
                 loss.backward(inputs=[p for p in params if p.requires_grad])
     finally:
         random.setstate(random_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
         buffers.restore()
         for p, g in grads.items():
             p.grad = g

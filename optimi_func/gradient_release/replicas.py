@@ -203,8 +203,9 @@ class ReplicaRunner(Runner):
         """Make backwards inside add up their gradients in this process."""
         if self.options.accumulation == "states":
             raise RuntimeError("no_sync() keeps sums: accumulation='states' has none")
-        before, self.syncs = self.syncs, False
+        before = self.syncs
         try:
+            self.syncs = False
             yield
         finally:
             self.syncs = before

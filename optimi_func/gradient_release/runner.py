@@ -129,9 +129,9 @@ class Runner:
     @contextmanager
     def measuring(self) -> Generator[Backward]:
         """Make backwards inside measure their gradients and update nothing."""
-        self._measuring = self._new_backward(last=True, grad_scale=None)
-        self.finites = []
         try:
+            self._measuring = self._new_backward(last=True, grad_scale=None)
+            self.finites = []
             yield self._measuring
         finally:
             self._measuring = None

@@ -5,7 +5,6 @@
 """
 
 from collections.abc import Mapping, MutableMapping
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,12 +17,7 @@ from optimi_func.core.checks import (
     stuck_betas,
 )
 from optimi_func.core.codes import alike, recast_remainder, remainder_dtype
-from optimi_func.core.distributed import (
-    all_reduce_all,
-    check_placed,
-    same_placements,
-    to_local,
-)
+from optimi_func.core.distributed import check_placed, same_placements, to_local
 from optimi_func.core.leaf import init_leaf
 from optimi_func.core.rule import Rule, Storage
 from optimi_func.core.storage import (
@@ -35,7 +29,7 @@ from optimi_func.core.storage import (
     missing_fields,
     own_names,
 )
-from optimi_func.core.torch_private import has_memory
+from optimi_func.core.torch_private import in_distributed_checkpoint
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import running_tensors
 from optimi_func.state.convert import Entry, Group
@@ -163,31 +157,19 @@ def insert_made(states: MutableMapping[Tensor, Entry], made: dict[Tensor, Entry]
             current.update(entry)
 
 
-def wants_state_alone(states: Mapping[Tensor, Entry], groups: list[Group]) -> bool:
-    """Return True if this step only has to make state, for torch.distributed.checkpoint.
+def wants_state_alone(states: Mapping[Tensor, Entry]) -> bool:
+    """Return True in the trial step by which torch.distributed.checkpoint makes state.
 
-    Its trial step has no state, every lr 0 on the CPU, and every gradient 0 in all
-    processes. It moves no parameter, but it would count as a step, and L2 decay would join
-    the moments.
+    It sets every gradient and every lr to 0 and calls `step()`. The state has to be that of
+    before the first step, but a step of zeros would count, and L2 decay would join the
+    moments. A step of zeros in any other place is a step like any other.
     """
     try:
         if any(isinstance(key, Tensor) for key in states):
             return False
     except RuntimeError:
         return False  # another thread's step adds state
-    for lr in [group["lr"] for group in groups]:
-        # Reading a tensor on a device would synchronize.
-        if isinstance(lr, Tensor) and (lr.device.type != "cpu" or lr.numel() != 1):
-            return False
-        if lr != 0:
-            return False
-    params = [p for group in groups for p in group["params"] if p.grad is not None]
-    if not all(map(has_memory, params)):
-        return False
-    with torch.no_grad():
-        grads = to_local([cast(Tensor, p.grad) for p in params])
-        flags = [torch.count_nonzero(g) == 0 for g in grads]
-        return bool(params) and all(map(bool, all_reduce_all(flags, params)))
+    return in_distributed_checkpoint()
 
 
 def named_params(group: Group) -> list[tuple[str, Tensor]]:

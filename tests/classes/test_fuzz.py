@@ -219,11 +219,7 @@ class Program(RuleBasedStateMachine):
             self.optimizer.step(backward)
         else:
             backward()
-            makes_state = self.makes_state(given, released)
             self.optimizer.step()
-            if makes_state:
-                self.expect_state_alone()
-                return
         for slot in self.slots:
             p = slot.p
             if p in given:
@@ -233,23 +229,6 @@ class Program(RuleBasedStateMachine):
             if g is not None:
                 self.check_step(slot, g)
                 slot.keep(self.optimizer)
-
-    def makes_state(self, given: dict, released: dict) -> bool:
-        """Whether a first step has nothing but zeros, and so is none."""
-        begun = any(len(slot.want) > 1 for slot in self.slots)
-        begun = begun or any(p not in given for p in released)
-        zero = not any(numbers["lr"] for numbers in self.numbers)
-        return (
-            zero and not begun and bool(given) and not any(map(torch.any, given.values()))
-        )
-
-    def expect_state_alone(self) -> None:
-        for slot in self.slots:
-            p = slot.want["p"]
-            if slot.p.requires_grad:
-                slot.want |= {**fresh(self.name, p), "step": torch.zeros(())}
-                if self.is_compensated(slot):
-                    slot.want["kahan_comp"] = torch.zeros_like(p)
 
     def is_compensated(self, slot: Slot) -> bool:
         asked = self.numbers[slot.group].get("kahan_sum")

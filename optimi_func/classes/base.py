@@ -100,6 +100,7 @@ from optimi_func.transforms.gradients import GradientTransform
 # A group, some of its parameters, their gradients, and what each is to its step.
 Work = tuple[Group, list[Tensor], list[Tensor], list[Microbatch] | None]
 _version = attrgetter("_version")
+Extras = Mapping[str, Mapping[Tensor, Tensor]]  # by name and parameter
 Write = tuple[Tensor, Scalar, Tensor | None]  # a target, its value, and if it is written
 KEY = "transforms"
 _WHOLE = WHOLE_BATCH.grad_scale
@@ -202,9 +203,8 @@ class BaseOptimizer(Fields, Checkpoints):
 
     factory: ClassVar[Callable[..., FunctionalOptimizer]]
     rewriters = ()
-    # Of a step; None if no rule takes any.
-    extras = None
-    given = MappingProxyType[str, dict[Tensor, Tensor]]({})  # by `give`
+    takes_extras = False  # True if a group's rule has extras
+    given = MappingProxyType[str, Mapping[Tensor, Tensor]]({})  # by `give`
     # What a loss scaler may set: not 0 leaves a step out, and the factor of all gradients.
     found_inf: ClassVar[Tensor | None] = None
     grad_scale: ClassVar[Tensor | None] = None
@@ -284,7 +284,7 @@ class BaseOptimizer(Fields, Checkpoints):
             rule = self.rule_of(group)
             if "transforms" in group:
                 raise TypeError("transforms of a param group: they are the optimizer's")
-            self.extras = {} if rule.extras else self.extras
+            self.takes_extras = self.takes_extras or bool(rule.extras)
             for p in group["params"] if rule.refuses or rule.whole or rule.measure else ():
                 checks.check_taken(rule, path_of(group, p), p)
             check_modes(group)
@@ -375,12 +375,14 @@ class BaseOptimizer(Fields, Checkpoints):
             return loss
         if self.rewriters:
             extras = self._tell_transforms(extras)
-        if extras or self.extras is not None:
-            self.extras = found_extras(self, {**self.given, **self._loss(loss), **extras})
+        # A local name and no attribute, because several threads may step at once.
+        found = self.given
+        if extras or self.takes_extras:
+            found = found_extras(self, {**found, **self._loss(loss), **extras})
         write = not self.optimizer_accumulation
-        if parts := self._update(works, write, count=True):
-            self.finish_step(parts)
-        self.extras, self._told = self.extras and {}, {}
+        if parts := self._update(works, write, True, found):
+            self._finish(parts, found)
+        self._told = {}
         return loss
 
     def _loss(self, loss: object) -> dict[str, object]:
@@ -464,7 +466,7 @@ class BaseOptimizer(Fields, Checkpoints):
             ps.append(p)
             gs.append(g)
             its.append(microbatch)
-        return self._update(list(works.values()), write, count)
+        return self._update(list(works.values()), write, count, self.given)
 
     def check_accumulates(self) -> None:
         """Raise if the state of a group cannot accumulate a step's gradient in parts."""
@@ -802,7 +804,12 @@ class BaseOptimizer(Fields, Checkpoints):
                     rewrite(i, ps, entry, ps[0], step)
 
     def _by_leaf(
-        self, work: Work, write: bool, count: bool, made: dict[Tensor, Entry]
+        self,
+        work: Work,
+        write: bool,
+        count: bool,
+        extras: Extras,
+        made: dict[Tensor, Entry],
     ) -> Callable[[], None]:
         """Compute an update of meta or fake tensors, and return what writes it."""
         group, params, grads, batches = work
@@ -822,7 +829,8 @@ class BaseOptimizer(Fields, Checkpoints):
         at, given = [*range(len(params))], list[list[Any]]()
         bits = rounding(self, group, params, counts, at) if write else []
         if rule.given:
-            scalars, at, given = given_to(self, bound, params, scalars, counts, at)
+            rows = bound, params, scalars, counts, at
+            scalars, at, given = given_to(self, extras, *rows)
         given += bits
         for i, (p, m, entry) in enumerate(zip(params, batches, entries)):
             leaf = Leaf(p.detach(), *state_in(rule, entry))
@@ -907,13 +915,16 @@ class BaseOptimizer(Fields, Checkpoints):
         self._bound[id(group)] = None if mutable else inputs, bound
         return bound
 
-    def _update(self, works: list[Work], write: bool, count: bool) -> dict[Tensor, Part]:
+    def _update(
+        self, works: list[Work], write: bool, count: bool, extras: Extras
+    ) -> dict[Tensor, Part]:
         """Check everything, compile everything, and then write.
 
         `works` are groups, some of their parameters, a gradient for each, and what each is
         to its step, or None if it is the whole of it. write=False moves the state alone,
-        and count=False leaves the step counts, because the step goes on. Returns the parts
-        of sums that `finish_step` joins.
+        and count=False leaves the step counts, because the step goes on. `extras` are the
+        tensors that the rules take in this step, from `found_extras`. Returns the parts of
+        sums that `finish_step` joins.
         """
         # First gradients make state, which joins the optimizer once nothing can fail.
         # Written as literals: dict[Tensor, Entry]() takes a microsecond at every step.
@@ -926,7 +937,7 @@ class BaseOptimizer(Fields, Checkpoints):
         if self.rewriters:
             works, rewritten = self._rewritten(works, write, made)
         for work in works:
-            run, host, holders = self._prepare(work, write, count, made)
+            run, host, holders = self._prepare(work, write, count, extras, made)
             runs.append(run)
             on_host = on_host and host
             if holders:
@@ -951,7 +962,12 @@ class BaseOptimizer(Fields, Checkpoints):
         return parts
 
     def _prepare(
-        self, work: Work, write: bool, count: bool, made: dict[Tensor, Entry]
+        self,
+        work: Work,
+        write: bool,
+        count: bool,
+        extras: Extras,
+        made: dict[Tensor, Entry],
     ) -> tuple[Callable[[], dict[int, Part] | None], bool, list[Holders]]:
         """Check and compile a group's update, and return the function that runs it.
 
@@ -985,7 +1001,7 @@ class BaseOptimizer(Fields, Checkpoints):
             tensors = plan.current(params, list(entries))
         if plan is None or tensors is None:
             if not all(map(has_memory, params)):
-                return self._by_leaf(work, write, count, made), False, []
+                return self._by_leaf(work, write, count, extras, made), False, []
             with uncollected(), kernel_context(params[0].device):
                 plan = self._plan(group, bound, counting, params, made, plan)
                 tensors, plan.made = plan.made, []
@@ -993,7 +1009,7 @@ class BaseOptimizer(Fields, Checkpoints):
         if plan.viewed:
             grads = to_local(aligned(group, params, grads))
         packed, at, after, given = self._scalars(
-            work, bound, plan, tensors, capturable, write, made
+            work, bound, plan, tensors, capturable, write, extras, made
         )
         columns = plan.columns(tensors, grads)
         step = Step(columns._replace(given=given) if given else columns, packed, at, write)
@@ -1019,6 +1035,7 @@ class BaseOptimizer(Fields, Checkpoints):
         tensors: list[Any],
         capturable: bool,
         write: bool,
+        extras: Extras,
         made: dict[Tensor, Entry],
     ) -> tuple[list[Packed], list[int], Sequence[Named], list[list[Any]]]:
         """Return the different scalars, the place of each parameter, and r after it.
@@ -1036,7 +1053,8 @@ class BaseOptimizer(Fields, Checkpoints):
         given: list[list[Any]] = []
         bits = rounding(self, group, params, counts, at) if plan.rounds and write else []
         if bound.rule.given:
-            scalars, at, given = given_to(self, bound, params, scalars, counts, at)
+            rows = bound, params, scalars, counts, at
+            scalars, at, given = given_to(self, extras, *rows)
         return *pack(bound.rule, scalars, at, microbatches, write), after, given + bits
 
     def _plan(
@@ -1179,21 +1197,23 @@ class BaseOptimizer(Fields, Checkpoints):
 
         `parts` are what `update` has returned for all parameters that stepped.
         """
-        if not (parts and count):
-            return
+        if parts and count:
+            self._finish(parts, self.given)
+
+    def _finish(self, parts: dict[Tensor, Part], extras: Extras) -> None:
         homes = {id(self.group_of(p)) for p in parts}
         # In the order of the groups, because all processes send the same message.
         every = [self._unit_of(x) for x in self.param_groups if id(x) in homes]
         units = {id(groups[0]): groups for groups in every}.values()
         with kernel_context(next(iter(parts)).device):
-            pairs = [self._unit(groups, parts) for groups in units]
+            pairs = [self._unit(groups, parts, extras) for groups in units]
             for (_, entries), new in zip(pairs, join([unit for unit, _ in pairs])):
                 write_running(entries, new)
             for group in chain.from_iterable(units):
                 self._publish_running(group)
 
     def _unit(
-        self, groups: list[Group], parts: dict[Tensor, Part]
+        self, groups: list[Group], parts: dict[Tensor, Part], extras: Extras
     ) -> tuple[Unit, list[Entry]]:
         """Return the sums of groups, and the entries to keep what is made of them."""
         first, lead, entries = groups[0], self.lead_of(groups[0]) or {}, list[Entry]()
@@ -1203,7 +1223,7 @@ class BaseOptimizer(Fields, Checkpoints):
             values = [x.item() for x in values]
         coeffs, running = bound.advance(1.0, rule.running(*values))
         for name in rule.single:
-            given = [*(self.extras or self.given).get(name, {}).values()]
+            given = [*extras.get(name, {}).values()]
             coeffs = coeffs._replace(**{name: given[0] if given else rule.usual[name]})
         unit = Unit(rule, coeffs, running, [], [])
         for p in chain.from_iterable([group["params"] for group in groups]):
@@ -1313,6 +1333,7 @@ def _checked(name: str, path: object, p: Tensor, x: object, single: bool) -> Ten
 
 def given_to(
     optimizer: Any,
+    extras: Extras,
     bound: Any,
     params: list[Tensor],
     scalars: list[Scalars],
@@ -1324,7 +1345,6 @@ def given_to(
     The third result are the columns of tensors that it is given.
     """
     rule, columns = bound.rule, list[list[Any]]()
-    extras = optimizer.extras or optimizer.given  # extras are {} outside of a step
     for name in rule.extras:
         if name in rule.usual and name not in extras:
             usual = torch.tensor(rule.usual[name], dtype=torch.float64, device="cpu")

@@ -36,8 +36,8 @@ def write_back(targets: Sequence[Tensor], new: Leaf) -> None:
 def uncollected() -> Generator[None]:
     """Switch the garbage collector off, which many new objects would start often."""
     collecting = gc.isenabled()
-    gc.disable()
-    try:
+    try:  # before `disable`, or an interrupt in between would leave it switched off
+        gc.disable()
         yield
     finally:
         if collecting:

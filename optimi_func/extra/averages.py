@@ -121,8 +121,8 @@ class EMA:
         optimizer, averages = self.optimizer, dict(self._averages)
         optimizer.check_train_mode("EMA.applied()")
         weights = {p: p.detach().clone() for p in averages}
-        optimizer.holds_averages = True
         try:
+            optimizer.holds_averages = True
             self._set(averages)
             yield
         finally:

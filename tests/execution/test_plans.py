@@ -32,6 +32,7 @@ from optimi_func.execution.launches import (
 )
 from optimi_func.execution.list_kernel import ListKernel
 from optimi_func.execution.plans import Plan
+from optimi_func.execution.tensors import uncollected
 
 # List kernels; kernels of one tensor, as where there are no list kernels; and foreach.
 WAYS: dict[str, Any] = {
@@ -743,3 +744,18 @@ def test_a_repeated_step_calls_few_functions() -> None:
     finally:
         sys.setprofile(None)
     assert len(called) <= 35 and len(set(called)) <= 12
+
+
+def test_an_interrupt_leaves_the_garbage_collector_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    disable = gc.disable
+
+    def interrupted() -> None:
+        disable()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gc, "disable", interrupted)
+    with pytest.raises(KeyboardInterrupt), uncollected():
+        pass
+    assert gc.isenabled()

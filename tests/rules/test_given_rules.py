@@ -1,7 +1,9 @@
 """Users' rules whose direction takes extras or noise, in classes."""
 
 import copy
+import weakref
 from functools import partial
+from threading import Thread
 from typing import Any, NamedTuple
 
 import pytest
@@ -56,7 +58,30 @@ def test_extras_of_a_class_are_those_of_the_pure_step(way: str) -> None:
         tree, state = value.step(tree, grads, state, hessian=dict(zip(tree, hessian)))
     for name, p in net.named_parameters():
         assert torch.equal(p, tree[name])
-    assert optimizer.extras == {}  # which keeps no tensor
+    kept = weakref.ref(extra := torch.rand(()))
+    optimizer.step(hessian=extra)
+    del extra
+    assert kept() is None  # which keeps no tensor
+
+
+def test_steps_in_two_threads_have_their_own_extras() -> None:
+    net = model()
+    before = [p.detach().clone() for p in net.parameters()]
+    optimizer: Any = Weighed(net.parameters(), lr=0.1, compile=False)
+    run = optimizer._update
+
+    def interrupted(*args: Any) -> Any:
+        optimizer._update = run
+        other = Thread(target=optimizer.step, kwargs={"weight": 2.0})
+        other.start()
+        other.join()
+        return run(*args)
+
+    optimizer._update = interrupted
+    optimizer.step(weight=1.0)
+    for p, old in zip(net.parameters(), before):
+        assert p.grad is not None
+        torch.testing.assert_close(p.detach(), old - 0.1 * 3.0 * p.grad)
 
 
 @pytest.mark.parametrize("weight", [0.5, torch.tensor(0.5)])

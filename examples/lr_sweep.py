@@ -127,7 +127,7 @@ class Trainer:
 
     def accuracy(self, members: Population, of: tuple[Tensor, Tensor]) -> Tensor:
         """Each member's share of right answers."""
-        return population.evaluate(self._accuracy, members, *of)
+        return torch.vmap(lambda params: self._accuracy(params, *of))(members.params)
 
 
 def grid(config: Config) -> tuple[Tensor, Tensor]:
@@ -187,12 +187,9 @@ def evolve(
                 order = found.argsort()
                 worst, best = order[:replaced], order[-replaced:]
                 members = population.clone(members, source=best, into=worst)
-                members = population.perturb(
-                    members,
-                    factors={"lr": (0.8, 1.25), "weight_decay": (0.8, 1.25)},
-                    at=worst,
-                    generator=random,
-                )
+                for values in members.hyper.values():
+                    picks = torch.randint(2, (replaced,), generator=random)
+                    values[worst] *= torch.tensor([0.8, 1.25], dtype=values.dtype)[picks]
             ways.append(members.hyper["lr"])
     best = int(found.argmax())
     tested = trainer.accuracy(population.select(members, [best]), data.test).item()

@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from optimi_func import EMA, MuonAdamW, Stats, schedules
+from optimi_func import EMA, MuonAdamW, schedules
 
 WIDTH, LAYERS, TOKENS, LENGTH = 64, 2, 32, 32
 NOTHING = -100  # a target that cross_entropy leaves out
@@ -87,8 +87,6 @@ class Run:
         factor = schedules.wsd(1.0, warmup=end // 10, total=end, decay=end // 5, start=0.1)
         self.schedule = LambdaLR(self.optimizer, lambda step: float(factor(step)))
         self.average = EMA(self.optimizer, 0.95)  # debiased: without the first weights
-        self.measured = Stats(self.optimizer)
-        self.measured.track(True)  # It copies the weights before each step.
         self.step = self.position = 0  # steps taken, and sequences read
         self.kept = {"run": self, "average": self.average, "schedule": self.schedule}
         self.background, self.saving = dist.new_group(backend="gloo"), None  # for saves
@@ -157,7 +155,7 @@ class Run:
         self.average.update()
         self.step += 1
         row = {"step": self.step, "loss": total.item(), "tokens": tokens}
-        row |= {"norm before clip": norm.full_tensor().item(), **self.measured.stats()}
+        row |= {"norm before clip": norm.full_tensor().item()}
         return row | {"skipped steps": int(self.optimizer.skipped_steps)}
 
     def evaluate(self) -> float:

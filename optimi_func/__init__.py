@@ -21,9 +21,6 @@ from optimi_func.classes.groups import param_groups_by_name as param_groups_by_n
 from optimi_func.core.rule import PureOptimizer as PureOptimizer
 from optimi_func.core.rule import Storage as Storage
 from optimi_func.extra.averages import EMA as EMA
-from optimi_func.extra.stats import Stats as Stats
-from optimi_func.extra.wrappers import SAM as SAM
-from optimi_func.extra.wrappers import Lookahead as Lookahead
 from optimi_func.fitting.implicit import implicit_root as implicit_root
 from optimi_func.functional import *
 from optimi_func.gradient_release import GradientRelease as GradientRelease

@@ -1,13 +1,12 @@
-"""transformers' Trainer with callbacks: gradient release, norms, no schedule.
+"""transformers' Trainer with callbacks: gradient release, and training without a schedule.
 
 Where the Trainer makes the optimizer (`optimizer_cls_and_kwargs`, TRL with a
 `peft_config`), `Release` prepares the model as training begins. `SaveAverage` has a
-Schedule-Free run save the average, which is what to evaluate. `LogStats` logs norms of
-gradients, updates and parameters. All are shown on a small GPT-2.
+Schedule-Free run save the average, which is what to evaluate. Both are shown on a small
+GPT-2.
 """
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from transformers import (
 from optimi_func import (
     AdamW,
     ScheduleFreeAdamW,
-    Stats,
     prepare_for_gradient_release,
 )
 
@@ -94,44 +92,6 @@ class SaveAverage(TrainerCallback):
 # --8<-- [end:average]
 
 
-# --8<-- [start:stats]
-class LogStats(TrainerCallback):
-    """Log norms of the steps that the Trainer logs.
-
-    trainer.add_callback(LogStats(trainer.log))
-    """
-
-    def __init__(self, log: Callable[[dict[str, float]], None]) -> None:
-        self.log = log
-        self.measured: Stats | None = None
-
-    def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **given: Any,
-    ) -> None:
-        if self.measured is None:
-            self.measured = Stats(given["optimizer"].optimizer)
-        self.on = (state.global_step + 1) % state.logging_steps == 0
-        self.measured.track(self.on)
-
-    def on_step_end(self, *_: Any, **given: Any) -> None:
-        if self.on:
-            found = self.measured.stats()
-            self.log(
-                {
-                    f"{k}/{name}": x
-                    for k, row in found.items()
-                    for name, x in row.items()
-                }
-            )
-
-
-# --8<-- [end:stats]
-
-
 def sentences(count: int) -> list[dict[str, Tensor]]:
     """Sequences that count upwards from anywhere, modulo 64."""
     starts = torch.randint(
@@ -171,7 +131,6 @@ def trained(
         ),
         callbacks=[callback] if callback else None,
     )
-    trainer.add_callback(LogStats(trainer.log))
     trainer.train()
     trainer.save_model(str(out))
     return trainer
@@ -194,14 +153,6 @@ def main() -> None:
         out / "released", AdamW, Release(), gradient_release=True
     )
     print(f"Release: the same weights: {same(plain.model, released.model)}")
-    for run in (plain, released):
-        logged = [
-            row for row in run.state.log_history if "all/update_norm" in row
-        ]
-        print(
-            "update norms:",
-            *[f"{row['all/update_norm']:.4f}" for row in logged],
-        )
 
     for name, callback in (
         ("no callback", None),

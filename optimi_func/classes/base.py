@@ -8,7 +8,7 @@ a compensation, `kahan_comp`.
 import inspect
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import KW_ONLY, InitVar, dataclass
+from dataclasses import KW_ONLY, InitVar
 from difflib import get_close_matches
 from functools import partial, wraps
 from itertools import chain, product
@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Literal, ParamSpec, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, distributed
-from torch.utils import _pytree as pytree
 
 from optimi_func.classes.fields import Closure, Fields, Float, Params
 from optimi_func.classes.groups import (
@@ -31,7 +30,6 @@ from optimi_func.classes.groups import (
     check_skip,
     executor_of,
     likely_mistakes,
-    names_of,
     normalize_group,
     number_defaults,
     path_of,
@@ -50,7 +48,6 @@ from optimi_func.core.distributed import (
 )
 from optimi_func.core.leaf import (
     compute_dtype,
-    held_dtype,
     init_leaf,
     leaf_dtype,
     leaf_step,
@@ -62,7 +59,6 @@ from optimi_func.core.owners import Holders, agree, holders_of
 from optimi_func.core.packed import Packed, is_capturing
 from optimi_func.core.pairs import as_real_for
 from optimi_func.core.philox import Noise, drawn
-from optimi_func.core.removed import Removed
 from optimi_func.core.rule import (
     WHOLE_BATCH,
     Leaf,
@@ -91,20 +87,15 @@ from optimi_func.execution.tensors import uncollected
 from optimi_func.pure.casts import PLAIN
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.checkpoints import Checkpoints
-from optimi_func.state.convert import Entry, Group, Match, renamed
+from optimi_func.state.convert import Entry, Group, renamed
 from optimi_func.state.entry import ensure_state, insert_made, wants_state_alone
 from optimi_func.state.stored import begin, mask_like, rows_of
-from optimi_func.transforms._trees import keys_of
-from optimi_func.transforms.gradients import GradientTransform
 
 # A group, some of its parameters, their gradients, and what each is to its step.
 Work = tuple[Group, list[Tensor], list[Tensor], list[Microbatch] | None]
 _version = attrgetter("_version")
 Extras = Mapping[str, Mapping[Tensor, Tensor]]  # by name and parameter
 Write = tuple[Tensor, Scalar, Tensor | None]  # a target, its value, and if it is written
-KEY = "transforms"
-_WHOLE = WHOLE_BATCH.grad_scale
-_ZERO = torch.zeros((), device="cpu")
 # Plans that are kept, besides one for each parameter. If lists of parameters never come
 # again, as with experts, the oldest plans are dropped.
 _LISTS = 32
@@ -115,14 +106,6 @@ T = TypeVar("T")
 _grad, _is_none = attrgetter("grad"), partial(is_, None)
 # optimi's users pass these options by position, behind decouple_lr and max_lr.
 POSITIONAL = ("kahan_sum", "foreach", "triton", "gradient_release")
-
-
-@dataclass(slots=True)
-class _Row:
-    """A parameter in a step: its gradient, and the flag that says if it is written."""
-
-    g: Tensor | None
-    flag: Tensor | None
 
 
 class BaseOptimizer(Fields, Checkpoints):
@@ -170,8 +153,6 @@ class BaseOptimizer(Fields, Checkpoints):
         process_group: The processes that hold copies of plain parameters and have equal
             gradients, as under DistributedDataParallel: each maps its share of Muon's and
             SOAP's matrices, bit for bit. A copy (deepcopy, pickle) has none.
-        transforms: Gradient transforms, as `clip_param_norm(1.0)`, that the gradients of a
-            step go through first.
 
     Raises:
         ValueError: A hyperparameter out of its range, or options that exclude each other.
@@ -197,12 +178,10 @@ class BaseOptimizer(Fields, Checkpoints):
     cautious: InitVar[bool] = False
     skip_nonfinite: InitVar[Literal["step", False]] = False
     process_group: "torch.distributed.ProcessGroup | None" = None
-    transforms: InitVar[Sequence[GradientTransform]] = ()
 
     _positional = ("decouple_lr", "max_lr", *POSITIONAL)
 
     factory: ClassVar[Callable[..., FunctionalOptimizer]]
-    rewriters = ()
     takes_extras = False  # True if a group's rule has extras
     given = MappingProxyType[str, Mapping[Tensor, Tensor]]({})  # by `give`
     # What a loss scaler may set: not 0 leaves a step out, and the factor of all gradients.
@@ -253,7 +232,8 @@ class BaseOptimizer(Fields, Checkpoints):
     def _begin(self, options: Group) -> None:
         """Make the attributes. Options that are no group's are taken out."""
         self.optimizer_accumulation = False
-        self._take_options(options)
+        group = options.pop("process_group", None)
+        self.process_group = checks.check_process_group(group)
         self.skips_steps = check_skip(options.pop("skip_nonfinite", False))
         self.skipped_steps: int | Tensor = 0  # a tensor if capturable
         self.releases = []
@@ -282,8 +262,6 @@ class BaseOptimizer(Fields, Checkpoints):
             group.update(plain_numbers({name: group[name] for name in keywords}))
             normalize_group(group, self._number_defaults(group))
             rule = self.rule_of(group)
-            if "transforms" in group:
-                raise TypeError("transforms of a param group: they are the optimizer's")
             self.takes_extras = self.takes_extras or bool(rule.extras)
             for p in group["params"] if rule.refuses or rule.whole or rule.measure else ():
                 checks.check_taken(rule, path_of(group, p), p)
@@ -373,8 +351,6 @@ class BaseOptimizer(Fields, Checkpoints):
         scaled = self.found_inf is not None or self.grad_scale is not None
         if (self.skips_steps or scaled) and not (works := finite_works(self, works)):
             return loss
-        if self.rewriters:
-            extras = self._tell_transforms(extras)
         # A local name and no attribute, because several threads may step at once.
         found = self.given
         if extras or self.takes_extras:
@@ -382,7 +358,6 @@ class BaseOptimizer(Fields, Checkpoints):
         write = not self.optimizer_accumulation
         if parts := self._update(works, write, True, found):
             self._finish(parts, found)
-        self._told = {}
         return loss
 
     def _loss(self, loss: object) -> dict[str, object]:
@@ -405,8 +380,6 @@ class BaseOptimizer(Fields, Checkpoints):
                 if p.requires_grad and "step" not in self.state.get(p, {}):
                     with kernel_context(p.device):
                         ensure_state(self.state, made, path_of(group, p), p, *how)
-                        self._ensure(group, p, made)
-        self._common()
         insert_made(self.state, made)
 
     def step_params(self, params: list[Tensor]) -> None:
@@ -470,7 +443,6 @@ class BaseOptimizer(Fields, Checkpoints):
 
     def check_accumulates(self) -> None:
         """Raise if the state of a group cannot accumulate a step's gradient in parts."""
-        self._check_whole(False)
         for group in self.param_groups:
             checks.check_accumulates(self.rule_of(group), group["cautious"])
 
@@ -542,7 +514,6 @@ class BaseOptimizer(Fields, Checkpoints):
             lines += [f"Parameter Group {i}", *[f"    {k}: {x}" for k, x in rows.items()]]
         return "\n".join([*lines, ")"])
 
-    track, stats = Removed(), Removed()
     _call: ClassVar[inspect.Signature] = inspect.Signature()
 
     def __getstate__(self) -> dict[str, object]:
@@ -553,7 +524,6 @@ class BaseOptimizer(Fields, Checkpoints):
     def __setstate__(self, state: dict[str, object]) -> None:
         """Restore the attributes and make new caches; load_state_dict calls this too."""
         self.__dict__.setdefault("releases", [])
-        self.__dict__.setdefault("_told", {})
         for name in ("process_group", "skips_steps"):
             self.__dict__.setdefault(name, None)
         super().__setstate__(state)
@@ -636,173 +606,6 @@ class BaseOptimizer(Fields, Checkpoints):
             facts["hashes of parameters, which process_group= says are copies"] = hashes
         return facts
 
-    def _take_options(self, options: Group) -> None:
-        """Take process_group and transforms out of the options, and check them."""
-        self.process_group = checks.check_process_group(options.pop("process_group", None))
-        given, self._told = options.pop(KEY, ()), {}
-        items = [*given] if isinstance(given, Iterable) else [given]
-        for x in items:
-            if x is ...:
-                raise TypeError(
-                    "transforms got ...: allowed are transforms of gradients. Updates are "
-                    "rewritten in the pure API: chain(a, optimizer, b)"
-                )
-            if not isinstance(x, GradientTransform):
-                raise TypeError(
-                    f"transforms got {x!r}: allowed are gradient transforms such as "
-                    "clip_param_norm(1.0). EMA(optimizer, decay) averages parameters"
-                )
-        self.rewriters = tuple(items)
-        for i, x in enumerate(self.rewriters) if options.get("gradient_release") else ():
-            needed = [name for name, is_needed in _extras_of(x).items() if is_needed]
-            if needed or not x.by_parameter:
-                why = f"takes {needed[0]!r} of step()" if needed else "is not by_parameter"
-                name = self._name_of(i)
-                raise ValueError(
-                    f"gradient_release=True with {name}, which {why}: omit one"
-                )
-
-    def _name_of(self, i: int) -> str:
-        fn = self.rewriters[i].rewrite
-        return f"{KEY}[{i}], {getattr(fn, '__qualname__', fn)}"
-
-    def _check_whole(self, whole: bool) -> None:
-        if self.rewriters and not whole:
-            raise RuntimeError(
-                "transforms= with accumulation='states' or optimizer_accumulation=True: "
-                "they need a step's whole gradient. Allowed is accumulation='buffer'"
-            )
-
-    def refuse_transforms(self, what: str) -> None:
-        """Raise if there are transforms, which a result would lose."""
-        if self.rewriters:
-            raise ValueError(f"{what} with transforms=, which it would lose: omit one")
-
-    def _tell_transforms(self, extras: dict[str, object]) -> dict[str, object]:
-        """Keep the extras that transforms take, and return those of the rules."""
-        names = {*chain.from_iterable(map(_extras_of, self.rewriters))}
-        self._told = {k: x for k, x in extras.items() if k in names}
-        of_rules = {*chain.from_iterable([rule.extras for rule in self.rules()])}
-        return {k: x for k, x in extras.items() if k not in names or k in of_rules}
-
-    # What transforms keep, by name, in `state[p]` or, for all, in the first group.
-
-    def _fresh(self, p: Tensor | None, *only: int) -> dict[str, Tensor]:
-        """Return what transforms of a parameter, or (None) of all, keep at first."""
-        tensors: dict[str, Tensor] = {}
-        groups = self.param_groups if p is None else ()
-        every = [p.detach() for group in groups for p in group["params"]]
-        for i, x in enumerate(self.rewriters):
-            if x.by_parameter is (p is None) or i not in (only or (i,)):
-                continue
-            with torch.no_grad():
-                tree = x.init(every if p is None else p.detach())
-                rows, spec = pytree.tree_flatten_with_path(tree)
-                first = [KEY, str(i)][p is None :]
-                names = [".".join((*first, *keys_of(path))) for path, _ in rows]
-                if odd := [y for _, y in rows if not isinstance(y, Tensor)]:
-                    raise TypeError(f"init of {self._name_of(i)} returned {odd[0]!r}")
-                # Parameters, and what is kept, are written in place.
-                tensors |= {name: y.clone() for name, (_, y) in zip(names, rows)}
-            self._layouts[i, p] = names, spec
-        return tensors
-
-    def _layout(self, i: int, p: Tensor | None) -> tuple[list[str], pytree.TreeSpec]:
-        if (i, p) not in self._layouts:
-            self._fresh(p)
-        return self._layouts[i, p]
-
-    def _ensure(self, group: Group, p: Tensor, made: dict[Tensor, Entry]) -> None:
-        """Make what transforms keep of a parameter, with its state, if it is missing."""
-        known = self.state.get(p, {})
-        places = [i for i, x in enumerate(self.rewriters) if x.by_parameter]
-        lack = [i for i in places if not known.keys() >= {*self._layout(i, p)[0]}]
-        if lack:
-            how = self.rule_of(group), group_storage(group), group["capturable"]
-            entry = ensure_state(self.state, made, path_of(group, p), p, *how)
-            made[p] = {**entry, **self._fresh(p, *lack)}
-
-    def _common(self) -> dict[str, Tensor]:
-        """Return what transforms of all parameters keep, made if it is missing."""
-        group = self.param_groups[0]
-        if all([x.by_parameter for x in self.rewriters]):
-            return {}
-        if KEY not in group:
-            home = self._first_param().device if group["capturable"] else "cpu"
-            group[KEY] = {"step": torch.zeros((), device=home), **self._fresh(None)}
-        return group[KEY]
-
-    def _kept_of(self, p: Tensor) -> list[str]:
-        """Return the names of what transforms keep of a parameter."""
-        return [k for k in self.state.get(p, {}) if str(k).startswith(f"{KEY}.")]
-
-    # A step.
-
-    def _rewritten(
-        self, works: list[Work], write: bool, made: dict[Tensor, Entry]
-    ) -> tuple[list[Work], list[Write]]:
-        """Return a step with rewritten gradients, and what is written besides."""
-        rows, writes = dict[Tensor, _Row](), list[Write]()
-        for group, params, grads, batches in works:
-            for p, g, m in zip(params, grads, batches or [WHOLE_BATCH] * len(params)):
-                self._check_whole(write and not m.accumulate)
-                checks.check_grad(path_of(group, p), p, g)
-                g = g if m.grad_scale is _WHOLE else g * m.grad_scale
-                rows[p] = _Row(g.to(held_dtype(p.dtype, g.dtype)).resolve_conj(), m.finite)
-                self._ensure(group, p, made)
-        if rows:
-            self._run(rows, made, writes)
-            if (step := self._common().get("step")) is not None:
-                writes.append((step, step + 1.0, next(iter(rows.values())).flag))
-        rewritten: list[Work] = []
-        for group, params, _, batches in works:
-            at = [i for i, p in enumerate(params) if rows[p].g is not None]
-            its = batches and [batches[i]._replace(grad_scale=_WHOLE) for i in at]
-            present = [params[i] for i in at]
-            grads = [g for p in present if (g := rows[p].g) is not None]
-            rewritten.append((group, present, grads, its))
-        return rewritten, writes
-
-    def _run(
-        self, rows: dict[Tensor, _Row], made: dict[Tensor, Entry], writes: list[Write]
-    ) -> None:
-        """Rewrite the gradients of rows."""
-        paths = names_of(self.param_groups)
-        absent = _Row(None, next(iter(rows.values())).flag)
-
-        def rewrite(
-            i: int, ps: list[Tensor], entry: Entry, of: Tensor | None, step: Tensor
-        ) -> None:
-            transform, (names, spec) = self.rewriters[i], self._layout(i, of)
-            picked, xs = [rows.get(p, absent) for p in ps], [p.detach() for p in ps]
-            if "params" in transform.takes:
-                xs = [x.to(held_dtype(x.dtype)) for x in xs]
-            extras = {**self._told, "params": xs, "paths": [paths[p] for p in ps]}
-            state = pytree.tree_unflatten([entry[name] for name in names], spec)
-            inputs = [row.g for row in picked], state, step, extras
-            new, after = transform.run(i, *inputs)
-            for row, g in zip(picked, new):
-                row.g = None if row is absent else g
-            fields = zip(names, pytree.tree_leaves(after))
-            writes.extend([(entry[name], x, picked[0].flag) for name, x in fields])
-
-        with kernel_context(next(iter(rows)).device):
-            for i, transform in enumerate(self.rewriters):
-                if not transform.by_parameter:
-                    common = self._common()
-                    rewrite(i, [*paths], common, None, common["step"])
-                    continue
-                turns: dict[object, tuple[list[Tensor], Entry, Tensor]] = {}
-                for p in [p for p, row in rows.items() if row.g is not None]:
-                    entry: Entry = made.get(p) or self.state.get(p, {})
-                    step = entry.get("step", _ZERO)
-                    # One call for all that keep nothing and have taken as many steps.
-                    alone = self._layout(i, p)[0] or step.device.type != "cpu"
-                    key = p if alone else float(step)
-                    turns.setdefault(key, ([], entry, step))[0].append(p)
-                for ps, entry, step in turns.values():
-                    rewrite(i, ps, entry, ps[0], step)
-
     def _by_leaf(
         self,
         work: Work,
@@ -846,33 +649,11 @@ class BaseOptimizer(Fields, Checkpoints):
             writes += [(x, y, m.finite) for x, y in last]
         return partial(write_all, writes)
 
-    def _loaded(
-        self, match: Match, keep_dtypes: bool
-    ) -> tuple[list[Group], dict[Tensor, Entry]]:
-        """Return groups and entries, with what transforms keep in the right places."""
-        groups, entries = super()._loaded(match, keep_dtypes)
-        for group in groups:
-            group.pop(KEY, None)
-        saved, common = match.groups[0].get(KEY, {}), self._common()
-        common = common and {"step": common["step"], **self._fresh(None)}
-        texts = _unlike(common, saved, "param_groups[0]['transforms']")
-        if common and not texts:
-            state = {k: saved[k].to(x.device, copy=True) for k, x in common.items()}
-            groups[0][KEY] = state
-        for p, entry in entries.items():
-            state = {k: x for k, x in entry.items() if str(k).startswith(f"{KEY}.")}
-            if state or self.rewriters:
-                where = f"state{path_of(self.group_of(p), p)}"
-                texts += _unlike(self._fresh(p), state, where)
-        checks.warn_user(texts[0]) if texts else None
-        return groups, entries
-
     def _clear_caches(self) -> None:
         """Make new caches, but for plans. They are not pickled."""
         self._bound: dict[int, tuple[Any, Any]] = {}
         self._plans: dict[object, ClassPlan] = self.__dict__.get("_plans", {})
         self._has_stepped, self._idle = False, 0
-        self._layouts = {}
         self._grouped: list[tuple[int, int]] = []
         self._group_index: dict[Tensor, int] = {}
 
@@ -929,13 +710,10 @@ class BaseOptimizer(Fields, Checkpoints):
         # First gradients make state, which joins the optimizer once nothing can fail.
         # Written as literals: dict[Tensor, Entry]() takes a microsecond at every step.
         made: dict[Tensor, Entry] = {}
-        rewritten: list[Write] = []
         parts: dict[Tensor, Part] = {}
         divided: dict[int, list[Holders]] = {}
         runs: list[Callable[[], dict[int, Part] | None]] = []
         on_host, where = True, None
-        if self.rewriters:
-            works, rewritten = self._rewritten(works, write, made)
         for work in works:
             run, host, holders = self._prepare(work, write, count, extras, made)
             runs.append(run)
@@ -950,15 +728,12 @@ class BaseOptimizer(Fields, Checkpoints):
         self._has_stepped = True
         if write and count and "step" in self.__dict__:
             self._opt_called = True  # A scheduler asks, and release need not call `step`.
-        on_host = on_host and not rewritten
         with nullcontext() if on_host or where is None else kernel_context(where):
             if made:
                 insert_made(self.state, made)
             for (_, params, _, _), run in zip(works, runs):
                 if sums := run():
                     parts.update({params[i]: part for i, part in sums.items()})
-            if rewritten:
-                write_all(rewritten)
         return parts
 
     def _prepare(
@@ -1132,8 +907,6 @@ class BaseOptimizer(Fields, Checkpoints):
             bound, where = self.bound_of(group, [p], capturable), path_of(group, p)
             rule, storage = bound.starting_rule, group_storage(group)
             anew = None if rows is None else rows_of(rule, where, p, rows)
-            if rows is not None and (names := self._kept_of(p)):
-                raise ValueError(f"reset(rows=...) with {names[0]!r} of a transform")
             if "step" in self.state.get(p, {}):
                 ensure_state(self.state, made, where, p, rule, storage, capturable)
                 coeffs, _ = bound.advance(1.0, rule.running())
@@ -1145,13 +918,9 @@ class BaseOptimizer(Fields, Checkpoints):
             entry, mask = self.state[p], None if anew is None else mask_like(p, anew)
             begin(rule, coeffs, p, storage, entry, mask, anew)
             if mask is None:
-                for name in self._kept_of(p):
-                    del entry[name]
                 entry["step"].zero_()
                 for name, x in rule.running()._asdict().items() if together else ():
                     entry[name].fill_(x)
-        if params is None:
-            self.param_groups[0].pop("transforms", None)
         self._join_loaded()
 
     def in_cycle(self) -> bool:
@@ -1274,7 +1043,6 @@ class Options(TypedDict, total=False):
     storage: StorageLike | None
     skip_nonfinite: Literal["step", False]
     process_group: "torch.distributed.ProcessGroup | None"
-    transforms: Sequence[GradientTransform]
 
 
 def found_extras(
@@ -1467,25 +1235,6 @@ def _number(x: Tensor) -> Scalar:
     return x if x.is_cuda else x.item() if has_memory(x) else 0.0
 
 
-def _extras_of(x: GradientTransform) -> dict[str, bool]:
-    known = ("params", "paths", *x.numbers)
-    return {name: needed for name, needed in x.takes.items() if name not in known}
-
-
-def _unlike(want: dict[str, Tensor], saved: Mapping[str, Tensor], where: str) -> list[str]:
-    """Return how a saved state differs. Raise for tensors of other shapes."""
-    for name, x in want.items():
-        y = saved.get(name, x)
-        if y.shape != x.shape or y.dtype != x.dtype:
-            raise ValueError(
-                f"{where}[{name!r}] is {tuple(y.shape)} of {y.dtype}, its transform keeps "
-                f"{tuple(x.shape)} of {x.dtype}"
-            )
-    lacking, unused = want.keys() - saved.keys(), saved.keys() - want.keys()
-    texts = [f"the state lacks {where}[{x!r}]: a transform begins anew" for x in lacking]
-    return texts + [f"{where}[{x!r}] is of a transform that is not here" for x in unused]
-
-
 @torch.no_grad()
 def write_all(writes: list[Write]) -> None:
     """Write values to their targets, unless a flag is false."""
@@ -1517,5 +1266,5 @@ _RUNS = {"auto": "compiled if a compiler is found", "kernels": "compiled"}
 # Caches, and what others attach: a scheduler of torch's replaces `step` by a bound wrapper,
 # which cannot be pickled.
 _CACHES = ("_bound", "_plans", "_has_stepped", "_idle", "_grouped", "_group_index")
-_HELD = ("_versions", "holds_averages", "_layouts", "releases", "process_group")
+_HELD = ("_versions", "holds_averages", "releases", "process_group")
 _LEFT = (*_CACHES, *_HELD, "step", "_zero_grad_profile_name", "_opt_called")

@@ -15,12 +15,10 @@ from optimi_func.compiled.whole import Outcome, Program, StepGraph
 from optimi_func.core import torch_private
 from optimi_func.core.checks import (
     check_apart,
-    check_flag,
     check_runs_kernels,
-    check_whole,
     is_expanded,
 )
-from optimi_func.core.rule import InitOptions, Microbatch, PureOptimizer, PyTree, check_pure
+from optimi_func.core.rule import InitOptions, Microbatch, PyTree
 from optimi_func.core.torch_private import is_plain
 from optimi_func.execution.sums import Part
 from optimi_func.execution.trees import TreeUpdate
@@ -44,9 +42,7 @@ def train_step(
     loss_fn: LossFn,
     optimizer: torch.optim.Optimizer,
     *,
-    accumulate: int = 1,
     clip_global_norm: float | None = None,
-    donate: bool = True,
 ) -> "ClassStep": ...
 
 
@@ -54,11 +50,9 @@ def train_step(
 def train_step(
     model_or_fn: Callable[..., PyTree],
     loss_fn: LossFn,
-    optimizer: PureOptimizer,
+    optimizer: FunctionalOptimizer,
     *,
-    accumulate: int = 1,
     clip_global_norm: float | None = None,
-    donate: bool = True,
 ) -> "PureStep": ...
 
 
@@ -67,34 +61,30 @@ def train_step(
     loss_fn: LossFn,
     optimizer: object,
     *,
-    accumulate: int = 1,
     clip_global_norm: float | None = None,
-    donate: bool = True,
 ) -> "ClassStep | PureStep":
     """Compile a training step into one graph, in which a gradient lives until its update.
 
-    The batch is split into `accumulate` equal parts x_1..x_k. With L = loss_fn:
+    This function is experimental. For a batch x, with L = loss_fn:
 
-        g <- mean_i grad L(model(x_i)),   norm <- |g| over all parameters
+        g <- grad L(model(x)),   norm <- |g| over all parameters
         g <- g * min(1, clip_global_norm / (norm + 1e-6))
         params, state <- optimizer(params, g, state)
 
     The compiler puts each update where its gradient is complete and the parameter has
     been read for the last time. This is gradient release without hooks. With clipping, all
-    gradients are held until their norm is known. With accumulate > 1 their sum is held, in
-    float32 (float64 for float64). A call of the step compiles if the batch has a new shape
-    or the model a new mode, but never because a hyperparameter has changed.
+    gradients are held until their norm is known. A call of the step compiles if the batch
+    has a new shape or the model a new mode, but never because a hyperparameter has changed.
 
     With a class (`optimi_func.AdamW(model.parameters(), ...)`) it is called as
     `outcome = step(batch)`, in the place of zero_grad, backward, clip_grad_norm_ and
     optimizer.step(), and writes what those would have written. Schedulers, state_dict and
     add_param_group work as usual, and ordinary steps may alternate with these.
 
-    With `optimi_func.adamw(lr=...)`, another pure optimizer or a transform of one, it is
-    called as `state, outcome = step(state, batch)`, beginning with `step.init()`. The
-    state is a pytree of tensors that can be saved and loaded. A loaded state does not share
-    memory with the module, so the module no longer changes. The step of a transform is
-    traced into the graph leaf by leaf, which takes longer to compile.
+    With a pure optimizer such as `optimi_func.adamw(lr=...)` it is called as
+    `state, outcome = step(state, batch)`, beginning with `step.init()`. The state is a
+    pytree of tensors that can be saved and loaded, and each step overwrites it. A loaded
+    state does not share memory with the module, so the module no longer changes.
 
     Dropout draws a new mask at every step from the default generator, the same masks as an
     eager run with the same seed.
@@ -106,20 +96,13 @@ def train_step(
             must have no graph breaks and no activation checkpointing, which
             torch.func.grad cannot trace. A module's frozen parameters are constants.
         loss_fn: `(output, batch) -> loss`, a 0-d tensor that no GradScaler has scaled, or
-            `(loss, aux)` with aux a tree of tensors. With accumulate > 1 it is called on
-            each part, and must be a mean over examples: the gradient of the whole batch is
-            the mean of the gradients of the parts.
+            `(loss, aux)` with aux a tree of tensors.
         optimizer: A class of `optimi_func` that owns the module's parameters, or a pure
-            optimizer.
-        accumulate: Number of equal parts of the batch, along the first dimension of its
-            tensors, that go through the model one after the other. More than 1 takes two
-            graphs.
+            optimizer that a factory made. For a transform, such as a chain, call
+            torch.func.grad and its step in a function of your own under torch.compile.
         clip_global_norm: Largest norm of all gradients together, as in
             torch.nn.utils.clip_grad_norm_. None does not limit or measure it, inf only
             measures it.
-        donate: Overwrite the parameters, buffers and optimizer state passed in, and
-            return them. False copies them first, at the cost of their memory, so that
-            nothing passed in changes. A class takes True alone.
 
     Raises:
         ValueError, TypeError: An argument is not supported. It is named, here or at the
@@ -138,12 +121,17 @@ def train_step(
     >>> bool(second.loss < first.loss)
     True
     """
-    settings = _Settings(model_or_fn, loss_fn, accumulate, clip_global_norm, donate)
+    settings = _Settings(model_or_fn, loss_fn, clip_global_norm)
     _check(settings)
     if isinstance(optimizer, torch.optim.Optimizer):
         return ClassStep(settings, optimizer)
-    pure = check_pure("train_step", optimizer, "optimi_func's classes, ")
-    return PureStep(settings, pure)
+    if not isinstance(optimizer, FunctionalOptimizer):
+        raise TypeError(
+            f"optimizer={optimizer!r:.80}: allowed are optimi_func's classes, and those "
+            "of factories, as optimi_func.adamw(lr=1e-3). For a transform or an optimizer "
+            "of your own, compile a function that calls torch.func.grad and its step"
+        )
+    return PureStep(settings, optimizer)
 
 
 GRAD_AND_STEP = "torch.func.grad and the step of a pure optimizer"
@@ -152,16 +140,14 @@ GRAD_AND_STEP = "torch.func.grad and the step of a pure optimizer"
 class _Settings(NamedTuple):
     model: Callable[..., PyTree]
     loss_fn: LossFn
-    accumulate: int
     clip_global_norm: float | None
-    donate: bool
 
     def module(self) -> torch.nn.Module | None:
         return self.model if isinstance(self.model, torch.nn.Module) else None
 
 
 def _check(settings: _Settings) -> None:
-    model, loss_fn, accumulate, clip, donate = settings
+    model, loss_fn, clip = settings
     if isinstance(getattr(model, "_orig_mod", None), torch.nn.Module):
         raise TypeError(
             "model_or_fn was returned by torch.compile, and this step compiles the model "
@@ -178,13 +164,11 @@ def _check(settings: _Settings) -> None:
         raise TypeError(f"loss_fn={loss_fn!r}: allowed is {allowed}") from None
     except ValueError:
         pass  # a builtin without a signature
-    check_whole("accumulate", accumulate, 1)
     number = isinstance(clip, Real | None) and not isinstance(clip, bool)
     if not number or (clip is not None and not float(clip) > 0.0):
         raise (ValueError if number else TypeError)(
             f"clip_global_norm={clip!r}: allowed are positive numbers and None"
         )
-    check_flag("donate", donate)
     module = settings.module()
     modules = () if module is None else module.modules()
     # Only the wrapper can be recognised. The module inside of it is trained alone.
@@ -198,10 +182,10 @@ def _check(settings: _Settings) -> None:
 class PureStep:
     """`state, outcome = step(state, batch)`: made by `train_step` for a pure optimizer."""
 
-    def __init__(self, settings: _Settings, optimizer: PureOptimizer) -> None:
+    def __init__(self, settings: _Settings, optimizer: FunctionalOptimizer) -> None:
         self._settings = settings
         self._optimizer = optimizer
-        self._step_graph = StepGraph(settings.accumulate, settings.clip_global_norm)
+        self._step_graph = StepGraph(settings.clip_global_norm)
 
     def init(
         self, params: PyTree = None, buffers: PyTree = None, **options: Unpack[InitOptions]
@@ -234,7 +218,7 @@ class PureStep:
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Outcome]:
         """Return the state after one step with a batch, and its loss, aux and norm.
 
-        `state` is from `init` or the step before. It is overwritten if donate=True.
+        `state` is from `init` or the step before, and is overwritten.
         """
         check_runs_kernels(GRAD_AND_STEP, ())
         if not isinstance(state, TrainState):
@@ -244,8 +228,6 @@ class PureStep:
         self._check_names(state)
         self._check_tensors(without_none(state))
         with torch.inference_mode(False), torch.no_grad():
-            if not self._settings.donate:
-                state = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), state)
             return state, self._step(state, batch)
 
     def _check_names(self, state: TrainState) -> None:
@@ -266,7 +248,7 @@ class PureStep:
             raise ValueError(f"buffers has the names {given}, and model_or_fn {ours}")
 
     def _check_tensors(self, state: TrainState) -> None:
-        """Raise if a leaf is no tensor, or cannot be overwritten if donate=True."""
+        """Raise if a leaf is no tensor, or cannot be overwritten."""
 
         def name(i: int) -> str:
             return "state" + paths_in(state)[i]
@@ -275,8 +257,6 @@ class PureStep:
         for i, x in enumerate(tensors):
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name(i)}={x!r}: allowed are trees of tensors")
-        if not self._settings.donate:
-            return
         # Buffers may share memory, because the graph writes to them as the model would.
         first = len(pytree.tree_leaves(state.params))
         buffers = range(first, first + len(pytree.tree_leaves(state.buffers)))
@@ -284,22 +264,17 @@ class PureStep:
         for i, x in written:
             if x.numel() and is_expanded(x):
                 raise ValueError(
-                    f"{name(i)} is expanded (strides {x.stride()}), which "
-                    "donate=True cannot write to: clone it, or pass donate=False"
+                    f"{name(i)} is expanded (strides {x.stride()}), and the step cannot "
+                    "write to it: clone it"
                 )
-        check_apart(written, name, "pass donate=False")
+        check_apart(written, name, "clone one of them")
 
     def _step(self, state: TrainState, batch: PyTree) -> Outcome:
         settings, optimizer = self._settings, self._optimizer
         params, params_spec = pytree.tree_flatten(without_none(state.params))
         buffers, buffers_spec = pytree.tree_flatten(state.buffers)
-        flat, spec = pytree.tree_flatten(without_none(state.optimizer))
         params = [p.detach() for p in params]
-        common = settings.model, settings.loss_fn, params_spec, buffers_spec
-        if not isinstance(optimizer, FunctionalOptimizer):
-            program = Program(*common, optimizer, spec)
-            return self._step_graph.step(program, params, buffers, flat, batch)
-        program = Program(*common, None, spec)
+        program = Program(settings.model, settings.loss_fn, params_spec, buffers_spec)
         tree_state = cast(TreeState, state.optimizer)
         tree = pytree.tree_unflatten(params, params_spec)
         # The graph makes gradients like their parameters, so these are checked instead.
@@ -309,7 +284,7 @@ class PureStep:
 
         parts: dict[int, Part] = {}
         with running(lambda *given: parts.update(steps.update(*given)), params):
-            outcome = self._step_graph.step(program, params, buffers, [], batch)
+            outcome = self._step_graph.step(program, params, buffers, batch)
         steps.finish_step(parts)
         tree_state.step.add_(1.0)
         return outcome
@@ -321,7 +296,7 @@ class ClassStep:
     def __init__(self, settings: _Settings, optimizer: torch.optim.Optimizer) -> None:
         self._settings = settings
         self._optimizer: Any = optimizer
-        self._step_graph = StepGraph(settings.accumulate, settings.clip_global_norm)
+        self._step_graph = StepGraph(settings.clip_global_norm)
         self._params()
 
     def __call__(self, batch: PyTree) -> Outcome:
@@ -337,7 +312,7 @@ class ClassStep:
             optimizer.bound_of(group, group["params"])  # raises for its numbers
         params, spec = pytree.tree_flatten(named)
         buffers, buffers_spec = pytree.tree_flatten(dict(module.named_buffers()))
-        program = Program(module, self._settings.loss_fn, spec, buffers_spec, None, None)
+        program = Program(module, self._settings.loss_fn, spec, buffers_spec)
 
         parts: dict[Tensor, Part] = {}
 
@@ -349,7 +324,7 @@ class ClassStep:
 
         with torch.inference_mode(False), torch.no_grad(), running(update, params):
             detached = [p.detach() for p in params]
-            outcome = self._step_graph.step(program, detached, buffers, [], batch)
+            outcome = self._step_graph.step(program, detached, buffers, batch)
             optimizer.finish_step(parts)
         # No parameter has a gradient, so this updates none. It runs the step hooks, and
         # schedulers count the step.
@@ -370,17 +345,11 @@ class ClassStep:
                 f"model_or_fn={settings.model!r}: allowed with a class is a module that "
                 "has the optimizer's parameters"
             )
-        if not settings.donate:
-            raise ValueError(
-                "donate=False: a class updates its model in place. Pass "
-                "optimi_func.adamw(lr=...) or another pure optimizer, or donate=True"
-            )
         groups = optimizer.param_groups
         pre_hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
         for refused, text in (
             (optimizer.releases, "gradient release: call remove_gradient_release first"),
             (optimizer.skips_steps, "skip_nonfinite='step': make it without"),
-            (optimizer.rewriters, "transforms=: make it without"),
             (pre_hooks, "step pre-hooks, which would find no gradients: remove them"),
             (any(g["foreach"] for g in groups), "foreach=True: make it without"),
             (any(g["compile"] is False for g in groups), "compile=False: make it without"),

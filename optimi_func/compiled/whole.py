@@ -4,7 +4,7 @@ Hyperparameters are not in a graph. Inductor orders a graph for the least memory
 update of a parameter follows its gradient and frees it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,16 +16,15 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.compiled.dry_run import DryRun, check_unscaled, dry_run
 from optimi_func.compiled.update_op import read_before_written, update_
-from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.lists import chunks
 from optimi_func.core.math import total_norm
-from optimi_func.core.rule import PureOptimizer, PyTree
+from optimi_func.core.rule import PyTree
 from optimi_func.core.torch_private import clip_factor, norms_of
 from optimi_func.execution.cpp import with_vectors
 from optimi_func.execution.executors import SMALL
 from optimi_func.execution.inductor import torch_compile
 from optimi_func.execution.kernels import with_own_code_object
-from optimi_func.pure.tree import path_of, without_none
+from optimi_func.pure.tree import path_of
 
 # Parameters are updated in about this many calls a step. More calls cost host time. Fewer
 # hold more memory, because a gradient waits until all gradients of its call are ready.
@@ -37,7 +36,6 @@ class Inputs(NamedTuple):
 
     params: list[Tensor]
     buffers: list[Tensor]
-    state: list[Tensor]  # of a traced update, else empty
     opaque_true: Tensor  # 0-d, True, which the compiler cannot know
     batch: PyTree
 
@@ -45,21 +43,19 @@ class Inputs(NamedTuple):
 class Outcome(NamedTuple):
     """The results of a training step without the new state."""
 
-    loss: Tensor  # 0-d; the mean over the parts of the batch
-    aux: PyTree  # that loss_fn returned, or None; stacked over the parts
+    loss: Tensor  # 0-d
+    aux: PyTree  # that loss_fn returned, or None
     norm: Tensor | None  # 0-d: of all gradients, before clipping; None without clipping
 
 
 @dataclass(frozen=True)
 class Program:
-    """A model, a loss and perhaps a transform on flat lists of tensors."""
+    """A model and a loss on flat lists of tensors."""
 
     model: Callable[..., PyTree]
     loss_fn: Callable[[PyTree, PyTree], PyTree]
     params: pytree.TreeSpec
     buffers: pytree.TreeSpec
-    transform: PureOptimizer | None  # whose step is traced, else kernels take it
-    state: pytree.TreeSpec | None  # of the optimizer; part of what a graph is for
 
     def __call__(
         self, params: list[Tensor], buffers: list[Tensor], batch: PyTree
@@ -85,9 +81,9 @@ class Program:
 class StepGraph:
     """The graphs of a train_step."""
 
-    def __init__(self, accumulate: int, clip: float | None) -> None:
-        self.accumulate, self.clip = accumulate, clip
-        self._graphs: dict[object, Callable[..., tuple[Outcome, Sequence[int]]]] = {}
+    def __init__(self, clip: float | None) -> None:
+        self.clip = clip
+        self._graphs: dict[object, Callable[..., Outcome]] = {}
         # The arguments of the running call, and the error of its dry run.
         self._now: tuple[Program, Inputs] | None = None
         self._error: Exception | None = None
@@ -97,7 +93,6 @@ class StepGraph:
         program: Program,
         params: list[Tensor],
         buffers: list[Tensor],
-        state: list[Tensor],
         batch: PyTree,
     ) -> Outcome:
         """Take a step. A new graph is compiled before anything is written."""
@@ -108,44 +103,22 @@ class StepGraph:
                     f"params{where} has dtype {p.dtype}, for which torch's compiler makes "
                     "no graph of a training step: call backward and the optimizer's step"
                 )
-        parts = split(batch, self.accumulate)
         opaque_true = torch.ones((), dtype=torch.bool, device=params[0].device)
-        inputs = Inputs(params, buffers, state, opaque_true, parts[0])
-        if self.accumulate == 1:
-            return self._run(program, inputs, None, True)[0]
-        sums = [torch.zeros_like(p, dtype=compute_dtype(p.dtype)) for p in params]
-        # The buffers are written last, because the last part's graph may fail to compile.
-        new = [x.clone() for x in buffers]
-        outcomes: list[Outcome] = []
-        mutated: Sequence[int] = ()
-        for i, part in enumerate(parts):
-            inputs = inputs._replace(buffers=new, batch=part)
-            outcome, mutated = self._run(program, inputs, sums, i + 1 == len(parts))
-            outcomes.append(outcome)
-        for j in mutated:
-            buffers[j].copy_(new[j])
-        losses, aux, norms = zip(*outcomes)
-        aux = None if aux[0] is None else pytree.tree_map(lambda *xs: torch.stack(xs), *aux)
-        return Outcome(torch.stack(losses).mean(), aux, norms[-1])
-
-    def _run(
-        self, program: Program, inputs: Inputs, sums: list[Tensor] | None, last: bool
-    ) -> tuple[Outcome, Sequence[int]]:
-        """Run a graph, and return the indices of the buffers that it writes, too."""
-        key = (program.params, program.buffers, program.state, last)
+        inputs = Inputs(params, buffers, opaque_true, batch)
+        key = program.params, program.buffers
         graph = self._graphs.get(key)
         self._now, self._error = (program, inputs), None
         try:
             if graph is not None:
-                return graph(inputs, sums)
-            body = with_own_code_object(self._body(program, last), "train_step")
+                return graph(inputs)
+            body = with_own_code_object(self._body(program), "train_step")
             # With fallback_random dropout draws the masks of an eager run. It needs static
             # shapes.
             options = {"dynamic": False, "options": {"fallback_random": True}}
             read_before_written()
             graph = torch_compile(body, options)
             # Nothing has run if this error of the compiler is raised.
-            result = with_vectors(partial(graph, inputs, sums), "CppCompileError")
+            result = with_vectors(partial(graph, inputs), "CppCompileError")
             self._graphs[key] = graph
             return result
         except Exception:
@@ -155,9 +128,7 @@ class StepGraph:
         finally:
             self._now = self._error = None
 
-    def _body(
-        self, program: Program, last: bool
-    ) -> Callable[[Inputs, list[Tensor] | None], tuple[Outcome, Sequence[int]]]:
+    def _body(self, program: Program) -> Callable[[Inputs], Outcome]:
         @torch.compiler.assume_constant_result
         def dry() -> DryRun:
             # Dynamo calls this whenever it traces: also if the model has changed, whose
@@ -171,42 +142,24 @@ class StepGraph:
                 self._error = error
                 raise RuntimeError("the dry run failed") from None  # Dynamo rewrites it
 
-        def body(
-            inputs: Inputs, sums: list[Tensor] | None
-        ) -> tuple[Outcome, Sequence[int]]:
+        def body(inputs: Inputs) -> Outcome:
             found = dry()
-            loss, aux, grads, opaque_true = _forward_and_backward(program, inputs, found)
-            if sums is not None:
-                for i, g in grads.items():
-                    sums[i].add_(g)
-                grads = {i: sums[i] for i in grads}
-            norm = None
-            if last:
-                grad_scale, norm = self._grad_scale(list(grads.values()))
-                if program.transform is None:
-                    _update(grads, inputs.params, grad_scale, loss)
-                else:
-                    _transform(program, inputs, grads, grad_scale, opaque_true)
-            return Outcome(loss, aux, norm), found.mutated_buffers
+            loss, aux, grads = _forward_and_backward(program, inputs, found)
+            grad_scale = norm = None
+            if self.clip is not None:
+                norm = total_norm(norms_of(list(grads.values())))
+                grad_scale = clip_factor(self.clip, norm)
+            _update(grads, inputs.params, grad_scale, loss)
+            return Outcome(loss, aux, norm)
 
         return body
-
-    def _grad_scale(self, grads: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-        """Return the factor on gradients or their sums, and the norm of their mean."""
-        share = 1.0 / self.accumulate
-        if self.clip is None:
-            if self.accumulate == 1:
-                return None, None
-            return torch.full((), share, dtype=grads[0].dtype, device=grads[0].device), None
-        norm = total_norm(norms_of(grads)) * share
-        return clip_factor(self.clip, norm) * share, norm
 
 
 def _forward_and_backward(
     program: Program, inputs: Inputs, found: DryRun
-) -> tuple[Tensor, PyTree, dict[int, Tensor], Tensor]:
-    """Return the loss, aux and gradients, and True, on which every write has to depend."""
-    params, buffers, _, opaque_true, batch = inputs
+) -> tuple[Tensor, PyTree, dict[int, Tensor]]:
+    """Return the loss, aux and gradients; write the buffers."""
+    params, buffers, opaque_true, batch = inputs
 
     def compute(moving: list[Tensor]) -> tuple[Tensor, object]:
         full, all_buffers = list(params), list(buffers)
@@ -229,7 +182,7 @@ def _forward_and_backward(
     aux = pytree.tree_unflatten(items, spec)[0] if trees else None
     for j, new in zip(found.mutated_buffers, after):
         buffers[j].copy_(_chosen(new, opaque_true))
-    return loss, aux, dict(zip(found.used_params, grads)), opaque_true
+    return loss, aux, dict(zip(found.used_params, grads))
 
 
 def _update(
@@ -250,42 +203,6 @@ def _update(
             )
 
 
-def _transform(
-    program: Program,
-    inputs: Inputs,
-    grads: dict[int, Tensor],
-    grad_scale: Tensor | None,
-    opaque_true: Tensor,
-) -> None:
-    """Take the step of a transform, which is traced into the graph."""
-    assert program.transform is not None and program.state is not None
-    scaled = {i: g if grad_scale is None else g * grad_scale for i, g in grads.items()}
-    given = [scaled.get(i) for i in range(len(inputs.params))]
-    params = pytree.tree_unflatten(inputs.params, program.params)
-    given = pytree.tree_unflatten(given, program.params)
-    state = pytree.tree_unflatten(inputs.state, program.state)
-    new = program.transform.step(params, given, state)
-    # All are read before one is written: a new state may be an old parameter.
-    copies = [_chosen(x, opaque_true) for x in pytree.tree_leaves(without_none(new))]
-    for old, x in zip([*inputs.params, *inputs.state], copies):
-        old.copy_(x)
-
-
 def _chosen(x: Tensor, opaque_true: Tensor) -> Tensor:
     """Copy x before it is written. Inductor drops a clone and reads x after the write."""
     return torch.where(opaque_true.to(x.device), x, x.new_zeros(()))
-
-
-def split(batch: PyTree, parts: int) -> list[PyTree]:
-    """Split a batch into equal parts along the first dimension of its tensors, or raise."""
-    leaves, spec = pytree.tree_flatten(batch)
-    pieces: list[Sequence[object]] = []
-    for x in leaves:
-        divides = isinstance(x, Tensor) and x.dim() > 0
-        if divides and x.shape[0] % parts:
-            raise ValueError(
-                f"accumulate={parts} does not divide a batch of {x.shape[0]} (a tensor of "
-                f"shape {tuple(x.shape)})"
-            )
-        pieces.append(x.chunk(parts) if divides else [x] * parts)
-    return [pytree.tree_unflatten(part, spec) for part in zip(*pieces)]

@@ -11,17 +11,15 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from difflib import get_close_matches
-from functools import wraps
 from itertools import pairwise
 from numbers import Integral, Rational, Real
 from operator import itemgetter
-from typing import Any, NoReturn, ParamSpec, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, distributed
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.removed import instead_of
 from optimi_func.core.rule import (
     DecayKind,
     PureOptimizer,
@@ -40,8 +38,6 @@ from optimi_func.core.torch_private import (
 )
 
 K = TypeVar("K")
-P = ParamSpec("P")
-T = TypeVar("T")
 # A factory takes hyperparameters by name: adamw, a partial of it, the user's lambda.
 Optimizer: TypeAlias = PureOptimizer | Callable[..., PureOptimizer]
 
@@ -59,7 +55,7 @@ def bind_call(
     for key in kwargs.keys() - takes.keys():
         near = get_close_matches(key, takes, 1)
         meant = f": did you mean {near[0]!r}?" if near else f": allowed are {[*takes]}"
-        raise TypeError(f"{name} has no argument {key!r}{instead_of(key, name) or meant}")
+        raise TypeError(f"{name} has no argument {key!r}{meant}")
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -67,19 +63,6 @@ def bind_call(
         raise TypeError(f"{error} of {name}{display}") from None
     bound.apply_defaults()
     return bound.arguments
-
-
-def tell_removed(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function's calls by an argument that it lacks say what to use instead."""
-    takes = [*inspect.signature(function).parameters]
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if any([name not in takes for name in kwargs]):  # Dynamo traces no `issubset`
-            bind_call(function.__name__, inspect.signature(function), args, kwargs)
-        return function(*args, **kwargs)
-
-    return call
 
 
 def check_number(
@@ -240,12 +223,10 @@ def check_param(path: object, p: object) -> None:
     raise TypeError(f"params{path} has {why}")
 
 
-def missing(name: str, module: str = "optimi_func") -> NoReturn:
-    """Raise for a name that a package lacks: this is its `__getattr__`."""
-    text, instead = f"module {module!r} has no attribute {name!r}", instead_of(name)
-    if instead or module != "optimi_func":
-        pass
-    elif name[0] != "_" and hasattr(torch.optim, name):
+def missing(name: str) -> NoReturn:
+    """Raise for a name that the package lacks: this is its `__getattr__`."""
+    text, instead = f"module 'optimi_func' has no attribute {name!r}", ""
+    if name[0] != "_" and hasattr(torch.optim, name):
         hint = ", or for your own optimi_func.rules.Optimizer" * (name == "Optimizer")
         instead = f": use torch.optim.{name}{hint}"
     elif name[0] != "_":

@@ -7,7 +7,7 @@ the gradient is freed before the next one is computed.
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, distributed, nn
@@ -17,8 +17,6 @@ from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core.checks import (
     check_flag,
     check_module,
-    missing,
-    tell_removed,
     warn_user,
 )
 from optimi_func.gradient_release.handle import (
@@ -39,11 +37,7 @@ __all__ = [
     "remove_gradient_release",
 ]
 
-if not TYPE_CHECKING:  # a checker would take every name for one that is there
-    __getattr__ = partial(missing, module=__name__)
 
-
-@tell_removed
 def prepare_for_gradient_release(
     model: nn.Module,
     optimizer: BaseOptimizer | FunctionalOptimizer,

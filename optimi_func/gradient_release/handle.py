@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core import torch_private
-from optimi_func.core.checks import tell_removed, warn_user
+from optimi_func.core.checks import warn_user
 from optimi_func.core.distributed import any_distributed, distribute_like
 from optimi_func.gradient_release.backward import (
     PAUSE,
@@ -435,7 +435,6 @@ class GradientRelease:
             )
         self._runner.since_step = SinceStep()
 
-    @tell_removed
     def backward(
         self, loss_fn: Callable[[], Tensor], *, clip_global_norm: float | None = None
     ) -> Tensor:

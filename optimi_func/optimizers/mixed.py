@@ -161,7 +161,6 @@ class Mixed(Evaluated):
         Raises:
             ValueError: A class or an option that torch does not have.
         """
-        self.refuse_transforms("torch_state_dict()")
         whole = self.decoded_state_dict()
         dicts: dict[str, StateDict] = {}
         for value in self._values:

@@ -3,7 +3,7 @@
 A `Population` is a pytree of parameters, optimizer states, hyperparameters and buffers.
 Every leaf has the members along its first axis. One vmapped step updates all members, and
 torch.compile makes one graph of it. Between steps, population-based training indexes the
-members: `select`, `clone`, `perturb`.
+members: `select`, `clone`.
 
     members = init(adamw, model, {"lr": lrs, "weight_decay": 1e-2}, n=64)
     losses, grads = loss_and_grad(loss_fn, members, x, y)
@@ -14,23 +14,13 @@ Members with hyperparameters of their own call an optimizer's factory (`adamw`, 
 `functools.partial(adamw, amsgrad=True)`.
 """
 
-from functools import partial
-from typing import TYPE_CHECKING
-
-from optimi_func.core.checks import missing
 from optimi_func.population.axes import Randomness as Randomness
 from optimi_func.population.members import Hyper as Hyper
 from optimi_func.population.members import Population as Population
 from optimi_func.population.members import clone as clone
 from optimi_func.population.members import init as init
-from optimi_func.population.members import perturb as perturb
 from optimi_func.population.members import select as select
-from optimi_func.population.members import stack as stack
 from optimi_func.population.stepping import call_module as call_module
-from optimi_func.population.stepping import evaluate as evaluate
 from optimi_func.population.stepping import loss_and_grad as loss_and_grad
 from optimi_func.population.stepping import step as step
 from optimi_func.population.stepping import vmap_step as vmap_step
-
-if not TYPE_CHECKING:  # type checkers would find every name
-    __getattr__ = partial(missing, module=__name__)

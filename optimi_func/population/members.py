@@ -1,10 +1,8 @@
-"""Populations: made from models, selected, copied and perturbed."""
+"""Populations: made from models, selected and copied."""
 
-import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar, Unpack
 
@@ -13,18 +11,12 @@ from torch import Tensor, nn
 from torch.func import stack_module_state
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.checks import (
-    Optimizer,
-    bind,
-    check_optimizer,
-    check_whole,
-    tell_removed,
-)
+from optimi_func.core.checks import Optimizer, bind, check_optimizer, check_whole
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import InitOptions, PyTree
 from optimi_func.core.storage import seed_in
 from optimi_func.core.torch_private import level_of
-from optimi_func.population.axes import path, place
+from optimi_func.population.axes import place
 from optimi_func.pure.tree import LeafState, without_none
 
 T = TypeVar("T")
@@ -76,7 +68,7 @@ def init(
             a value such as `adamw(lr=1e-3)`.
         source: With n, one module or one parameter tree, copied n times. Without n, a list
             of modules of one class (`torch.func.stack_module_state`), or a parameter tree
-            whose leaves have the members along their first axis, such as `stack` returns.
+            whose leaves have the members along their first axis.
         hyper: The factory's hyperparameters by name. A tensor of shape [n] has a value for
             each member; a float or 0-d tensor is the value for all. betas are a tuple of
             these. lr and weight_decay may be prefixes of the parameter tree. A list is
@@ -197,35 +189,6 @@ def _per_member(path: str, number: PyTree, n: int, device: torch.device) -> PyTr
     return pytree.tree_map(spread, number)
 
 
-def stack(trees: Sequence[T]) -> T:
-    """Stack a list of trees into one tree with the members along every first axis.
-
-    Args:
-        trees: Trees of the same structure and shapes.
-
-    Raises:
-        ValueError: The list is empty, or trees differ in structure or in a leaf's shape.
-
-    >>> stack([{"w": torch.zeros(3)}, {"w": torch.ones(3)}])["w"].shape
-    torch.Size([2, 3])
-    """
-    if not trees:
-        raise ValueError("trees=[]: allowed are lists of at least one tree")
-    trees = list(map(without_none, trees))
-    spec = pytree.tree_structure(trees[0])
-    for i, tree in enumerate(trees):
-        if pytree.tree_structure(tree) != spec:
-            raise ValueError(f"trees[{i}] differs from trees[0] in structure")
-        pairs = zip(pytree.tree_leaves(tree), pytree.tree_leaves(trees[0]))
-        for j, (x, first) in enumerate(pairs):
-            if x.shape != first.shape:
-                raise ValueError(
-                    f"{path(f'trees[{i}]', tree, j)} has shape {tuple(x.shape)}, that of "
-                    f"trees[0] {tuple(first.shape)}"
-                )
-    return pytree.tree_map(lambda *xs: torch.stack(xs), *trees)
-
-
 def first_tensor(tree: object) -> Tensor:
     """Return the first leaf of a tree that is not None."""
     return pytree.tree_leaves(without_none(tree))[0]
@@ -288,69 +251,6 @@ def put(tree: T, some: T, index: Sequence[int] | Tensor) -> T:
     """Return a tree with its members at `index`, each named once, from another tree."""
     at = _index("index", index, tree, once=True)
     return pytree.tree_map(lambda x, y: x.index_copy(0, at.to(x.device), y), tree, some)
-
-
-@tell_removed
-def perturb(
-    members: Population,
-    *,
-    factors: Mapping[str, Sequence[float]],
-    at: Sequence[int] | Tensor | None = None,
-    generator: torch.Generator | None = None,
-) -> Population:
-    """Multiply hyperparameters by random factors.
-
-    Population-based training calls this exploration (arXiv:1711.09846). If a name contains
-    "beta" or "momentum", the factor multiplies the distance from 1, so that they stay below
-    1. The number of steps over which they average is multiplied by 1 / f. Others have no
-    bounds here.
-
-    Args:
-        members: The population.
-        factors: For each hyperparameter, factors to draw from with equal probability.
-        at: Indices of the members to perturb; None for all.
-        generator: Source of randomness, on the population's device.
-
-    Raises:
-        ValueError: The population lacks a hyperparameter, factors are missing or not
-            positive and finite, or `at` has an index twice.
-        IndexError: An index is out of range.
-
-    >>> from optimi_func import sgd
-    >>> from optimi_func.population import init
-    >>> members = init(sgd, torch.zeros(3), {"lr": 0.1}, n=2)
-    >>> perturb(members, factors={"lr": [2.0]}, at=[1]).hyper["lr"]
-    tensor([0.1000, 0.2000], dtype=torch.float64)
-    """
-    check_members(members)
-    at = _index("at", range(len(members)) if at is None else at, members, once=True)
-    device = at.device
-    for name, some in factors.items():
-        if name not in members.hyper:
-            raise ValueError(f"no hyperparameter {name!r}: allowed are {[*members.hyper]}")
-        if not isinstance(some, Sequence) or not some or not all(map(_is_factor, some)):
-            raise ValueError(
-                f"Invalid factors: factors[{name!r}]={some!r}: allowed are lists of "
-                "positive numbers, at least one"
-            )
-
-    def scale(name: str, x: Tensor) -> Tensor:
-        # A factor would be rounded in integers.
-        x = x if x.is_floating_point() else x.to(scalar_dtype(x.device))
-        choices, old = factors[name], x[at]
-        picks = torch.randint(len(choices), (len(at),), generator=generator, device=device)
-        f = torch.tensor(choices, dtype=x.dtype, device=device)[picks]
-        new = old * f
-        if "beta" in name or "momentum" in name:  # a negative one stands for another
-            new = torch.where(old < 0.0, new, (1.0 - (1.0 - old) * f).clamp_min(0.0))
-        return x.index_copy(0, at, new)
-
-    moved = {k: pytree.tree_map(partial(scale, k), members.hyper[k]) for k in factors}
-    return replace(members, hyper={**members.hyper, **moved})
-
-
-def _is_factor(f: object) -> bool:
-    return isinstance(f, numbers.Real) and 0.0 < float(f) < math.inf
 
 
 def _index(

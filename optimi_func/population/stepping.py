@@ -1,10 +1,8 @@
-"""Steps, losses and metrics of all members, each in one vmapped call."""
+"""Steps and losses of all members, each in one vmapped call."""
 
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +20,6 @@ from optimi_func.population.members import (
     select,
 )
 from optimi_func.pure.tree import grads_and_value, step_of, without_none
-
-T = TypeVar("T")
 
 
 def vmap_step(
@@ -158,7 +154,7 @@ def loss_and_grad(
     Raises:
         ValueError: The loss is no scalar, or data has another number of members.
         TypeError: The loss is no floating tensor, or members are no Population.
-        RuntimeError: The loss writes to a tensor that all members share.
+        RuntimeError: The loss writes to a tensor that all members share, such as a buffer.
 
     >>> from optimi_func import sgd
     >>> from optimi_func.population import init
@@ -174,37 +170,6 @@ def loss_and_grad(
     compute = partial(grads_and_value, checked, has_aux)
     grads, losses = _over_members(compute, members, data, in_axes, randomness)
     return losses, grads
-
-
-def evaluate(
-    metric: Callable[..., T],
-    members: Population,
-    *data: PyTree,
-    in_axes: PyTree = None,
-    randomness: Randomness = "error",
-) -> T:
-    """Compute each member's metric without gradients, with the members along a first axis.
-
-    Args:
-        metric: `(params, *data) -> tree of tensors` of one member, or `(params, buffers,
-            *data)` if the population has buffers.
-        members: The population.
-        *data: Data that all members share, or with the members along an axis.
-        in_axes: As in `loss_and_grad`.
-        randomness: As in torch.vmap.
-
-    Raises:
-        ValueError: Data has another number of members.
-        RuntimeError: The metric writes to a tensor that all members share.
-
-    >>> from optimi_func import sgd
-    >>> from optimi_func.population import init, stack
-    >>> members = init(sgd, stack([torch.ones(3), torch.zeros(3)]), {"lr": 0.1})
-    >>> evaluate(lambda p: p.sum(), members)
-    tensor([3., 0.])
-    """
-    with torch.no_grad():
-        return _over_members(metric, members, data, in_axes, randomness)
 
 
 def _over_members(
@@ -236,27 +201,18 @@ def _over_members(
         if not any(text in str(error) for text in _SHARED_WRITES):
             raise
         raise RuntimeError(
-            f"{_module_in(error)} writes to a tensor that all members share, but each "
-            "member needs its own: make the population from the module, and run that with "
+            f"{error} All members share the tensor that is written here, but each member "
+            "needs its own: make the population from the module, and run that with "
             "call_module(module, params, buffers, ...), which returns new buffers"
         ) from error
 
 
+# How torch.vmap refuses to write the results of several members to one tensor.
 _SHARED_WRITES = (
     "Batch norm got a batched tensor",
     "vmap: inplace arithmetic",
     "would mutate a captured Tensor",
 )
-
-
-def _module_in(error: BaseException) -> str:
-    """Describe the innermost module that was running, with its buffers."""
-    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
-        module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module):
-            names = ", ".join(name for name, _ in module.named_buffers()) or "none"
-            return f"{module} (buffers: {names})"
-    return "the function"
 
 
 def call_module(

@@ -1,8 +1,8 @@
 """Unrolled training: a run of steps as one function that torch.func differentiates."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import repeat
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,51 +25,27 @@ class Unrolled(NamedTuple):
     losses: Tensor  # [steps]; each loss is taken before its step
 
 
-@overload
-def unroll(*args: Any, has_aux: Literal[True], **kw: Any) -> tuple[Unrolled, PyTree]: ...
-
-
-@overload
 def unroll(
     optimizer: checks.Optimizer,
-    loss_fn: Callable[..., Tensor],
+    loss_fn: Callable[[PyTree, PyTree], Tensor],
     params: PyTree,
     state: PyTree,
     batches: object,
     *,
     steps: int | None = None,
     hyper: Mapping[str, object] | None = None,
-    detach_at: Collection[int] = (),
-    extras: Callable[[PyTree, PyTree, PyTree], Mapping[str, object]] | None = None,
-    has_aux: Literal[False] = False,
-) -> Unrolled: ...
-
-
-@checks.tell_removed
-def unroll(
-    optimizer: checks.Optimizer,
-    loss_fn: Callable[[PyTree, PyTree], PyTree],
-    params: PyTree,
-    state: PyTree,
-    batches: object,
-    *,
-    steps: int | None = None,
-    hyper: Mapping[str, object] | None = None,
-    detach_at: Collection[int] = (),
-    extras: Callable[[PyTree, PyTree, PyTree], Mapping[str, object]] | None = None,
-    has_aux: bool = False,
-) -> Unrolled | tuple[Unrolled, PyTree]:
+) -> Unrolled:
     """Run training steps as a pure function that torch.func differentiates.
 
         g_t       = d loss_fn(p_t, batch_t) / d p
         p_(t+1), s_(t+1) = optimizer.step(p_t, g_t, s_t)
 
-    No argument is written to. Reverse mode (torch.func.grad, backward) keeps the tensors of
-    all steps, so its memory grows with their number. Forward mode (jvp, jacfwd) keeps those
-    of one step and computes one derivative per pass. If neither fits, `detach_at` treats
-    params and state of a step as constants, so that the derivative is that of a run from
-    there. This is truncated backpropagation: cheap, and biased towards small learning rates
-    (Wu et al., arXiv:1803.02021).
+    No argument is written to. Reverse mode (torch.func.grad, backward) stores the tensors
+    of all steps, so its memory grows with their number. Forward mode (jvp, jacfwd) stores
+    those of one step and computes one derivative per pass. If neither fits, call `unroll`
+    for a part of the steps at a time, and `detach` params and state in between. This is
+    truncated backpropagation: cheap, and biased towards small learning rates (Wu et al.,
+    arXiv:1803.02021).
 
     Args:
         optimizer: A pure optimizer with `init` and `step`, such as `adamw(lr=lr)`. With
@@ -81,19 +57,12 @@ def unroll(
             examples in the loss belong into the batch.
         steps: Number of steps on `batches`, which is then one batch.
         hyper: Hyperparameters of the factory by name: a pytree of numbers and tensors.
-        detach_at: Steps, 0-based, that take params and state for constants, such as
-            range(0, 1000, 100).
-        extras: `(params, grads, batch) -> dict` of what the step is given besides, such as
-            a Hessian's diagonal.
-        has_aux: True if loss_fn returns (loss, aux), with a tree of tensors.
 
     Returns:
-        Params, state and losses at the end, an `Unrolled`. With has_aux a pair of it and of
-        aux, whose tensors have the steps along their first axis.
+        Params and state at the end, and the losses of all steps, as an `Unrolled`.
 
     Raises:
-        ValueError: steps < 1, a negative step in detach_at, no batch, or a loss that is
-            not a scalar.
+        ValueError: steps < 1, no batch, or a loss that is not a scalar.
         TypeError: batches is not iterable, or is an iterator while steps is given. The loss
             is not a floating tensor. hyper is not a mapping, or is given with an optimizer
             that has its hyperparameters. optimizer is neither a factory nor has a `step`.
@@ -116,29 +85,21 @@ def unroll(
     if hyper is not None and not isinstance(hyper, Mapping):
         raise TypeError(f"hyper={hyper!r}: allowed are numbers by name, and None")
     checks.check_optimizer(optimizer, hyper)
-    cut_at = _cuts(detach_at)
-    outputs: list[PyTree] = []  # of loss_fn: with has_aux pairs
+    losses: list[Tensor] = []
     bound = checks.bind(optimizer, dict(hyper or {}))
     if state is None:
         state = bound.init(params)
 
     def loss(params: PyTree, batch: PyTree) -> PyTree:
-        return checks.scalar_loss(loss_fn(params, batch), has_aux)
+        return checks.scalar_loss(loss_fn(params, batch), False)
 
-    for i, batch in enumerate(_one_a_step(batches, steps)):
-        if i in cut_at:
-            params, state = detach((params, state))
-        grads, output = grads_and_value(loss, has_aux, params, batch)
-        more = extras(params, grads, batch) if extras else {}
-        params, state = step_of("unroll", bound, params, grads, state, **more)
-        outputs.append(output)
-    if not outputs:
+    for batch in _one_a_step(batches, steps):
+        grads, value = grads_and_value(loss, False, params, batch)
+        params, state = step_of("unroll", bound, params, grads, state)
+        losses.append(value)
+    if not losses:
         raise ValueError("batches is empty: there is nothing to unroll")
-    if not has_aux:
-        return Unrolled(params, state, torch.stack(outputs))
-    losses, auxs = zip(*outputs)
-    aux = pytree.tree_map(lambda *x: torch.stack(x), *auxs)
-    return Unrolled(params, state, torch.stack(losses)), aux
+    return Unrolled(params, state, torch.stack(losses))
 
 
 def _one_a_step(batches: object, steps: int | None) -> Iterable[object]:
@@ -163,17 +124,6 @@ def _one_a_step(batches: object, steps: int | None) -> Iterable[object]:
             "no steps"
         )
     return repeat(batches, steps)
-
-
-def _cuts(detach_at: object) -> frozenset[int]:
-    """Check `detach_at` and return it as a set. It may be an iterator, so read it once."""
-    if not isinstance(detach_at, Iterable):
-        raise TypeError(f"detach_at={detach_at!r}: allowed are lists of steps")
-    steps = list(detach_at)
-    for i in steps:
-        if type(i) is not int or i < 0:
-            raise ValueError(f"detach_at has {i!r}: allowed are steps, integers from 0")
-    return frozenset(steps)
 
 
 def detach(tree: T) -> T:

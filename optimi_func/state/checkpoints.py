@@ -127,7 +127,6 @@ class Checkpoints(Optimizer):
     ]
     _check_numbers: Callable[[Group], None]
     init_state: Callable[[], None]
-    refuse_transforms: Callable[[str], None]
     _join_loaded: Callable[[], None]  # completes what was loaded
     holds_averages = False  # within `EMA.applied`
 
@@ -171,7 +170,6 @@ class Checkpoints(Optimizer):
         Raises:
             ValueError: A class or an option that torch does not have.
         """
-        self.refuse_transforms("torch_state_dict()")
         name = type(self).__name__
         state = self.decoded_state_dict()
         return convert.as_torchs(name, self.keywords, counterparts_of(self), state)
@@ -427,7 +425,6 @@ class Checkpoints(Optimizer):
 
     def _named_entries(self, group: Group, rule: Rule) -> dict[str, Entry]:
         """Return the complete entries, by name, of parameters that have or get state."""
-        self.refuse_transforms("functional()")
         storage, entries = group_storage(group), dict[str, Entry]()
         how = rule, storage, group["capturable"]
         for name, p in named_params(group):
@@ -448,7 +445,6 @@ class Checkpoints(Optimizer):
 
         Returns the entries, and for each of `params` the parameter and its new value.
         """
-        self.refuse_transforms("load_functional()")
         groups = self.param_groups
         home = {name: (group, p) for group in groups for name, p in named_params(group)}
         entries = convert.from_tree(state)

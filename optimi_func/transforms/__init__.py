@@ -10,9 +10,6 @@ A state is a NamedTuple, its last field the inner optimizer's state. No step dep
 values of tensors, so that each compiles into one graph, vmaps and differentiates.
 """
 
-from functools import partial
-from typing import TYPE_CHECKING
-
 from optimi_func.core.torch_private import serializable
 from optimi_func.transforms.around import EmaState as EmaState
 from optimi_func.transforms.around import EveryState as EveryState
@@ -36,8 +33,3 @@ from optimi_func.transforms.partition import partition as partition
 
 for _state in (ChainState, EmaState, EveryState, FiniteState, NoiseState):
     serializable(_state)
-
-if not TYPE_CHECKING:  # type checkers would find every name
-    from optimi_func.core.checks import missing
-
-    __getattr__ = partial(missing, module=__name__)

@@ -55,15 +55,12 @@ class GradientTransform:
             float32, or None.
         numbers: Floats, 0-d tensors and schedules from 0 on. Those called limit or max_norm
             may be inf.
-        by_parameter: True if `rewrite` takes any part of the parameters, each for itself,
-            and `init` one tensor too: gradient release needs that.
         takes: The names of the further arguments, and True for those without a default.
     """
 
     init: Callable[[PyTree], PyTree]
     rewrite: Callable[..., Rewritten]
     numbers: Mapping[str, Number] = field(default_factory=dict)
-    by_parameter: bool = False
     takes: dict[str, bool] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -264,7 +261,7 @@ def clip_value(limit: Number) -> GradientTransform:
     """
     check_number("clipping limit", "limit", limit, above=0.0)
     numbers = {"limit": limit}
-    return GradientTransform(_no_state, _clip_value, numbers, by_parameter=True)
+    return GradientTransform(_no_state, _clip_value, numbers)
 
 
 def _clip_value(grads: Grads, state: PyTree, _: Tensor, limit: Scalar) -> Rewritten:
@@ -298,7 +295,7 @@ def clip_param_norm(max_norm: Number) -> GradientTransform:
     """
     check_number("clipping norm", "max_norm", max_norm, above=0.0)
     numbers = {"max_norm": max_norm}
-    return GradientTransform(_no_state, _clip_param_norm, numbers, by_parameter=True)
+    return GradientTransform(_no_state, _clip_param_norm, numbers)
 
 
 def _clip_param_norm(grads: Grads, state: PyTree, _: Tensor, max_norm: Scalar) -> Rewritten:
@@ -364,7 +361,7 @@ def centralize() -> GradientTransform:
     >>> opt.step(p, torch.tensor([[1.0, 3.0]]), opt.init(p))[0]
     tensor([[ 1., -1.]])
     """
-    return GradientTransform(_no_state, _centralize, by_parameter=True)
+    return GradientTransform(_no_state, _centralize)
 
 
 def _centralize(grads: Grads, state: PyTree, _: Tensor) -> Rewritten:

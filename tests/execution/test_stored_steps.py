@@ -370,9 +370,8 @@ def test_a_class_in_a_users_graph() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("kind", ["class", "pure"])
-def test_a_train_step_on_codes(kind: str, donate: bool) -> None:
+def test_a_train_step_on_codes(kind: str) -> None:
     torch._dynamo.reset()
     ends = []
     for whole in (False, True):
@@ -400,7 +399,7 @@ def test_a_train_step_on_codes(kind: str, donate: bool) -> None:
             for batch in batches:
                 step(batch)
         else:
-            step = compiled.train_step(model, loss_fn, adamw(lr=0.01), donate=donate)
+            step = compiled.train_step(model, loss_fn, adamw(lr=0.01))
             state = step.init(storage="compact")
             for batch in batches:
                 state, _ = step(state, batch)

@@ -12,8 +12,6 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from worlds import world
 
-from optimi_func.transforms import centralize, clip_param_norm
-
 # Rules of one parameter at a time; Prodigy joins sums over all of them, and Kron's noise
 # depends on a parameter's place in its optimizer.
 RULES = sorted({*CLASSES} - {"prodigy", "kron"})
@@ -96,8 +94,3 @@ def test_storages() -> None:
     for storage in (None, "exact", "compact"):
         check("adamw", torch.bfloat16, storage=storage)
     check("adamw", torch.bfloat16, state_dtype="float32")
-
-
-@world(full=[2])
-def test_transforms() -> None:
-    check("adamw", torch.float32, transforms=[centralize(), clip_param_norm(0.01)])

@@ -33,9 +33,9 @@ def test_public_names() -> None:
     types = {"FunctionalOptimizer", "GradientRelease", "LeafState", "PureOptimizer"}
     types |= {"Mixed", "MuonAdamW", "NorMuonAdamW", "Storage", "TreeState", "Unrolled"}
     utilities = {"param_groups_weight_decay", "to_low_precision", "unroll", "detach"}
-    utilities |= {"SAM", "Lookahead", "param_groups_by_name"}
+    utilities |= {"param_groups_by_name"}
     utilities |= {"clip_grad_norm_", "join_modules"}
-    utilities |= {"EMA", "Stats", "hidden_matrices", "LBFGS", "lbfgs", "implicit_root"}
+    utilities |= {"EMA", "hidden_matrices", "LBFGS", "lbfgs", "implicit_root"}
     utilities |= {"prepare_for_gradient_release", "remove_gradient_release"}
     classes = {c.__name__ for c in CLASSES.values()}
     # `import optimi_func.x` may bind submodules beside them.

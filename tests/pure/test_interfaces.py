@@ -202,11 +202,10 @@ def test_populations_of_frozen_parameters(factory: Any) -> None:
             _, grads = population.loss_and_grad(loss, members, X)
             members = population.step(factory, members, grads)
         members = population.clone(members, [0], [1])
-        members = population.perturb(members, factors={"lr": [2.0]}, at=[0])
         members = population.select(members, [1, 0])
         parts = [member(members.params, i) for i in range(2)]
-        again = population.init(factory, population.stack(parts), {"lr": 0.1})
-        ends.append((members, parts, again, population.evaluate(loss, members, X)))
+        losses, _ = population.loss_and_grad(loss, members, X)
+        ends.append((members, parts, losses))
         assert len(members) == 2
     assert_same(*ends)
     assert ends[0][0].params["sub"]["b"] is None
@@ -243,17 +242,10 @@ def test_compiled_steps_of_frozen_parameters() -> None:
         assert ends[0][0]["bias"] is None
 
 
-TRAINED = {
-    "kernels": adamw(lr=0.1),
-    "chain": chain(clip_value(1.0), sgd(lr=0.1)),
-    "own": Halves(),
-}
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("optimizer", TRAINED.values(), ids=TRAINED.keys())
-def test_a_training_step_of_frozen_parameters(optimizer: Any) -> None:
+def test_a_training_step_of_frozen_parameters() -> None:
     ends: list[Any] = []
+    optimizer = adamw(lr=0.1)
     for params in trees():
         step = compiled.train_step(
             lambda p, buffers, x: loss(p, x), lambda output, x: output, optimizer
@@ -278,10 +270,8 @@ def test_two_functions_are_enough(around: Callable[[Any], Any]) -> None:
     assert len(moved) == 2
     run = unroll(optimizer, loss, params, None, X, steps=2)
     assert not torch.equal(run.params["sub"]["a"], params["sub"]["a"])
-    step = compiled.train_step(lambda p, b, x: loss(p, x), lambda o, x: o, optimizer)
-    assert_same(step.init(params).optimizer, optimizer.init(params))
-    with pytest.raises(TypeError, match="kahan_sum"):
-        step.init(params, kahan_sum=False)
+    with pytest.raises(TypeError, match="compile a function that calls"):
+        compiled.train_step(lambda p, b, x: loss(p, x), lambda o, x: o, optimizer)
     with pytest.raises(TypeError, match="storage"):
         population.init(optimizer, params, n=2, storage="compact")
 
@@ -409,7 +399,8 @@ def test_from_a_class_to_a_population_and_back(name: str) -> None:
     value, state = optimizer.functional()
     factory = functools.partial(replace, value)
     members = population.init(factory, module, lrs, n=2)
-    members = replace(members, state=population.stack([state, state]))
+    twice = pytree.tree_map(lambda s: torch.stack([s, s]), state)
+    members = replace(members, state=twice)
     for _ in range(2):
         (_, buffers), grads = population.loss_and_grad(
             member_loss, members, x, has_aux=True

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
 from torch.utils import _pytree as pytree
 
-from optimi_func import adamw, lion, prepare_for_gradient_release, sgd, unroll
+from optimi_func import adamw, lion, prepare_for_gradient_release, sgd
 from optimi_func.rules import Optimizer
 from optimi_func.transforms import (
     GradientTransform,
@@ -554,23 +554,3 @@ def test_extras_that_nobody_takes_are_named() -> None:
     opt = partition(("a", sgd(lr=1.0)), rest=sgd(lr=1.0))
     with pytest.raises(TypeError, match="partition got the extra 'weight': no part takes"):
         opt.step(P, G, opt.init(P), weight=W)
-
-
-def test_unrolled_steps_take_extras_and_return_aux() -> None:
-    def loss(p: Any, x: Tensor) -> Any:
-        return (p * x).sum(), {"seen": x, "p": p}
-
-    def extras(p: Any, g: Any, x: Tensor) -> Any:
-        return {"weight": 0.5 * x}
-
-    def end(lr: Tensor) -> Any:
-        xs = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]), torch.tensor([1.0, 1.0])]
-        how: Any = {"hyper": {"lr": lr}, "extras": extras, "has_aux": True}
-        return unroll(Weighed.pure, loss, torch.zeros(2), None, xs, **how)
-
-    run, aux = end(torch.tensor(2.0))
-    assert run.params.tolist() == [-11.0, -21.0] and run.losses.shape == (3,)
-    assert aux["seen"].tolist() == [[1, 2], [3, 4], [1, 1]]
-    assert aux["p"].tolist() == [[0, 0], [-1, -4], [-10, -20]]
-    found = grad(lambda lr: end(lr)[0].params.sum())(torch.tensor(2.0))
-    assert found.item() == -16.0

@@ -1,10 +1,14 @@
 # Every target prepares .venv by itself: a fresh clone needs Python and make alone.
 #
-# TORCH=2.15.0 takes that torch instead of the pinned one, PYTHON=python3.12 that
-# interpreter; each combination has a .venv-* of its own.
+# TORCH=2.15.0 takes that torch instead of the pinned one, TORCH=newest the newest, and
+# PYTHON=python3.12 that interpreter; each combination has a .venv-* of its own.
 
 PYTHON ?= python3
 TORCH ?=
+# What decides the random draws of the tests: nothing in the gate, the date at night.
+SEED ?=
+# Of soak, the rows that each test has in the gate.
+ROWS ?= 1
 VENV := .venv$(addprefix -,$(subst /,-,$(filter-out python3,$(PYTHON))))$(addprefix -torch,$(TORCH))
 BIN := $(VENV)/bin
 # Newer than what it was installed from exactly when .venv is up to date.
@@ -31,19 +35,21 @@ QUESTIONS := $(if $(filter cuda,$(DEVICE)),gpu,step_time host_cost turns \
 	population storage plan soap lbfgs replicas)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full test-all soak cuda-offline bench docs docs-serve docs-test lint format clean
+.PHONY: help install train test test-full test-all soak cuda-offline nightly bench docs docs-serve docs-test lint format clean
 
 help:
 	@echo "make train   train a small GPT five ways and compare the optimizers (minutes)"
 	@echo "make test    run the tests of every behaviour, mostly uncompiled (5 minutes)"
 	@echo "make test-full  run the others: more kernels, processes, trainers (8 minutes)"
 	@echo "make test-all   both, as before a merge"
-	@echo "make soak    run the tests that take minutes, a sample of the largest tables"
-	@echo "make soak ARGS='--rows all'  with every row of them (hours)"
+	@echo "make soak    run a row of each of the widest tables; ROWS=9: more of them"
 	@echo "make cuda-offline  assemble and interpret the CUDA kernels, without a GPU (minutes)"
+	@echo "make nightly  run all tests and all of soak with other random draws each day (hours)"
+	@echo "make nightly SEED=2026-11-29 PARTS=soak  repeat a part of one of them"
+	@echo "make install  prepare .venv with everything that the targets above need"
 	@echo "make bench   ask every question of benchmarks/ (minutes); ARGS=--quick: seconds each"
 	@echo "make bench DEVICE=cuda  the step on a GPU, against torch's and a copy (minutes)"
-	@echo "make docs    build the documentation into site/, warnings as errors"
+	@echo "make docs    build the documentation into site/, warnings as errors, check its links"
 	@echo "make docs-serve  show it while it is written"
 	@echo "make docs-test   read the built site in a browser, run the notebooks (minutes)"
 	@echo "make lint    check format, style and types"
@@ -53,7 +59,7 @@ help:
 	@echo "another torch. Each of them has its own .venv-*."
 
 $(VENV).txt: constraints.txt
-	@sed 's/^torch==.*/torch==$(TORCH)/' $< > $@
+	@sed 's/^torch==.*/torch$(if $(filter-out newest,$(TORCH)),==$(TORCH))/' $< > $@
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@command -v $(PYTHON) >/dev/null || \
@@ -80,18 +86,23 @@ $(DOCS): $(STAMP)
 	$(BIN)/python -m pip install --quiet -e '.[docs]' -c $(CONSTRAINTS)
 	@touch $@
 
+install: $(STAMP) $(FRAMEWORKS) $(CUDA_OFFLINE) $(DOCS)
+
 train: $(STAMP)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 # Two at a time, a file by one of them: what it compiles, it compiles once. In order: the
 # files with the fewest tests would come last, and take the longest.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder \
+	$(if $(SEED),--seed $(SEED))
+# Sets are iterated in an order that depends on it.
+export PYTHONHASHSEED := $(if $(SEED),$(firstword $(shell printf %s '$(SEED)' | cksum)),0)
 
 test: $(STAMP)
 	$(PYTEST) $(ARGS)
 
 test-full: $(STAMP) $(FRAMEWORKS)
-	$(PYTEST) -m "full and not soak" $(ARGS)
+	$(PYTEST) -m "full and not soak and not night" $(ARGS)
 
 test-all: test test-full
 
@@ -99,10 +110,13 @@ test-all: test test-full
 CUDA_TESTS := tests/integration/test_cuda_offline.py
 
 soak: $(STAMP)
-	$(PYTEST) -m soak $(addprefix --ignore=,$(CUDA_TESTS)) $(ARGS)
+	$(PYTEST) -m "soak and not night" --rows $(ROWS) $(addprefix --ignore=,$(CUDA_TESTS)) $(ARGS)
 
 cuda-offline: $(STAMP) $(CUDA_OFFLINE)
 	$(PYTEST) -m soak $(CUDA_TESTS) $(ARGS)
+
+nightly:
+	.ci/night
 
 bench: $(STAMP)
 	for question in $(QUESTIONS); do \
@@ -112,13 +126,14 @@ bench: $(STAMP)
 docs: $(DOCS)
 	$(BIN)/python docs/_build/generate.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+	$(BIN)/python -m pytest -q docs/_tests
 
 docs-serve: $(DOCS)
 	$(BIN)/python docs/_build/generate.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --no-strict $(ARGS)
 
 docs-test: docs
-	$(BIN)/python -m pytest -n 2 --dist loadfile --nbmake docs/_tests docs/notebooks
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "" --nbmake docs/_tests docs/notebooks
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check . docs/_build

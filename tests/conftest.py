@@ -2,7 +2,9 @@
 
 import gc
 import os
+import shlex
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,11 +17,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import forked
 import pytest
+import seeds
 import tiers
 import torch
 import torch.distributed as dist
 import worlds
 from kernel_table import guarded
+from skips import Skips
 from xdist.scheduler import LoadScopeScheduling
 
 from optimi_func.core import math
@@ -36,29 +40,39 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
+        "--seed",
+        default=seeds.GATE,
+        help="what decides all random draws, as a date does at night",
+    )
+    parser.addoption(
         "--rows",
-        metavar="SEED",
-        default="",
-        help="of soak's largest tables, the sample of another commit; all: every row",
+        type=int,
+        metavar="N",
+        help="run N rows of soak of each test, drawn by the seed (default: all)",
     )
 
 
-def pytest_report_header(config: pytest.Config) -> list[str]:
-    if tiers.seed == tiers.ALL_ROWS:
-        return []
-    return [f"soak's largest tables: --rows {tiers.seed} repeats this choice of rows"]
+def pytest_report_header() -> list[str]:
+    rows = "all rows" if tiers.rows is None else f"{tiers.rows} rows of each test"
+    header = [f"--seed {seeds.text}: random draws; of soak {rows}"]
+    if not torch.cuda.is_available():
+        header.append("no CUDA: files that need it are not collected")
+    return header
 
 
+@pytest.hookimpl(tryfirst=True)  # before hypothesis, which gets its seed here
 def pytest_configure(config: pytest.Config) -> None:
-    """Note which rows to build, and let GCC link with gold where there is one.
+    """Set seeds, note which rows to build, and let GCC link with gold where there is one.
 
     The usual linker reads all symbols of libtorch for each kernel, for half as long as the
     kernel takes to compile. Processes that tests start find it, too.
     """
-    tiers.selected = config.option.markexpr
-    if tiers.selected == "soak" and not config.option.rows:
-        config.option.rows = tiers.seed_of(config.rootpath)  # which xdist's workers get
-    tiers.seed = config.option.rows or tiers.ALL_ROWS
+    tiers.selected, tiers.rows = config.option.markexpr, config.option.rows
+    seeds.text = config.option.seed
+    seeds.load_profile()
+    if seeds.text != seeds.GATE:
+        config.option.hypothesis_seed = str(seeds.number())
+    config.pluginmanager.register(Skips())
     gold = shutil.which("ld.gold")
     if gold and "COMPILER_PATH" not in os.environ:
         folder = tempfile.TemporaryDirectory()
@@ -87,9 +101,48 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     return ByFile(config, log)
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave alone files of which no test would run; importing some takes seconds."""
+    if collection_path.is_dir() or not collection_path.name.startswith("test_"):
+        return None
+    return None if tiers.is_collected(collection_path, torch.cuda.is_available()) else True
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    out = tiers.surplus(items)
+    config.hook.pytest_deselected(items=[x for x in items if x.nodeid in out])
+    items[:] = [x for x in items if x.nodeid not in out]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how to repeat a failure of a night: its draws are nobody else's."""
+    failed = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]
+    if not failed or seeds.text == seeds.GATE:
+        return
+    terminalreporter.section("to repeat a failure")
+    python = Path(sys.executable)
+    if python.is_relative_to(Path.cwd()):
+        python = python.relative_to(Path.cwd())
+    hashes = os.environ.get("PYTHONHASHSEED", "random")
+    command = f"PYTHONHASHSEED={hashes} {python} -m pytest -m '' --seed {seeds.text}"
+    for test in dict.fromkeys(report.nodeid for report in failed):
+        terminalreporter.write_line(f"{command} {shlex.quote(test)}")
+
+
+def pytest_collectstart() -> None:
+    """Some modules draw tensors while they are imported."""
+    seeds.plant()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Fixtures of a whole module may draw too, and are set up before `_seed`."""
+    seeds.plant()
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    torch.manual_seed(0)
+    seeds.plant()
 
 
 @pytest.fixture(autouse=True)

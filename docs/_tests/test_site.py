@@ -1,7 +1,7 @@
 """The built site, as a reader has it: a folder of files, in a browser, without a network.
 
-`make docs-test` builds it first. Chromium is the system's; without one the tests that need
-a browser are skipped, and those that read HTML are not.
+`make docs` builds it and reads its HTML. `make docs-test`, which the night runs, opens it
+in a browser as well: the system's Chromium. Without one these tests are skipped.
 """
 
 import os
@@ -223,6 +223,7 @@ CONTRAST = """() => {
 }"""
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("name", NAMES)
 def test_page(tab, name: str) -> None:
     tab.complaints.clear()
@@ -247,6 +248,7 @@ def desk(browser) -> Iterator:
     context.close()
 
 
+@pytest.mark.night
 def test_tables_fit_the_page(desk) -> None:
     shown = "[...document.querySelectorAll('.md-typeset__table > table')]"
     wide = []
@@ -257,6 +259,7 @@ def test_tables_fit_the_page(desk) -> None:
     assert not wide, "\n".join(wide)
 
 
+@pytest.mark.night
 def test_search_works_from_a_folder(desk) -> None:
     desk.goto((SITE / "index.html").as_uri())
     desk.wait_for_load_state()
@@ -272,6 +275,7 @@ def test_search_works_from_a_folder(desk) -> None:
     assert "kahan" in desk.locator(".md-content").inner_text().lower()
 
 
+@pytest.mark.night
 def test_colors_can_be_chosen(desk) -> None:
     desk.emulate_media(color_scheme="light")
     desk.goto((SITE / "index.html").as_uri())
@@ -283,6 +287,7 @@ def test_colors_can_be_chosen(desk) -> None:
     assert desk.evaluate(shown) == "slate"  # it is remembered
 
 
+@pytest.mark.night
 def test_code_can_be_copied(desk) -> None:
     desk.goto((SITE / "optimizers/lion.html").as_uri())
     assert desk.get_by_title("Copy to clipboard").count() >= 2

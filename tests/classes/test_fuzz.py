@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import tiers
 import torch
 from cases import CLASSES
 from hypothesis import HealthCheck, settings
-from hypothesis import seed as begin_with
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -483,37 +481,24 @@ class CompiledProgram(Program):
     dtypes = (torch.float64, torch.float32)
 
 
-def run(program: type[Program], examples: int, seeded: bool) -> None:
-    chosen = settings(
-        max_examples=examples,
-        stateful_step_count=30,
-        deadline=None,
-        derandomize=seeded,
-        print_blob=True,
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-    )
-    if not seeded:
-        program = begin_with(tiers.random_seed())(program)
-    run_state_machine_as_test(program, settings=chosen)
-
-
 @pytest.mark.parametrize(
     ("program", "examples"),
     [
         row(Program, 15, id="Program-15"),
         row(Program, 40, id="Program-40", tier="full"),
         row(CompiledProgram, 10, id="CompiledProgram-10", tier="full"),
+        row(Program, 200, id="Program-200", tier="night"),
+        row(CompiledProgram, 50, id="CompiledProgram-50", tier="night"),
     ],
 )
 def test_random_programs(program: type[Program], examples: int) -> None:
-    run(program, examples, seeded=True)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("program", "examples"), [(Program, 200), (CompiledProgram, 50)])
-def test_many_random_programs(program: type[Program], examples: int) -> None:
-    run(program, examples, seeded=False)
+    chosen = settings(
+        max_examples=examples,
+        stateful_step_count=30,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(program, settings=chosen)
 
 
 WAYS: dict[str, dict[str, Any]] = {

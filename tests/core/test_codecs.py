@@ -141,7 +141,7 @@ def magnitudes(draw: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("second", [False, True], ids=["m", "v"])
-@settings(deadline=None, max_examples=50, derandomize=True)
+@settings(max_examples=50)
 @given(x=magnitudes())
 def test_what_comes_out_of_codes_goes_into_the_same(second: bool, x: Tensor) -> None:
     x = x.square() if second else x
@@ -152,7 +152,7 @@ def test_what_comes_out_of_codes_goes_into_the_same(second: bool, x: Tensor) -> 
 
 
 @pytest.mark.parametrize("second", [False, True], ids=["m", "v"])
-@settings(deadline=None, max_examples=50, derandomize=True)
+@settings(max_examples=50)
 @given(x=magnitudes())
 def test_codes_are_the_nearest(second: bool, x: Tensor) -> None:
     """Codes are evenly spaced in the square root of |m| and the fourth root of v."""
@@ -297,7 +297,7 @@ def test_who_is_kept_in_codes() -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
-@settings(deadline=None, max_examples=50, derandomize=True)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 1 << 30), power=st.integers(-7, 3))
 def test_a_compensation_in_8_bits_holds_8_bits(dtype: Any, seed: int, power: int) -> None:
     generator = torch.Generator().manual_seed(seed)

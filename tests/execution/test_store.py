@@ -189,7 +189,7 @@ def test_what_belongs_to_others_is_not_loaded(
     monkeypatch.undo()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs to give a file away")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to be root, to give a file away")
 def test_a_file_of_another_user_is_not_loaded(place: Path, library: str) -> None:
     store.keep(KEY, library, None)
     os.chown(entry(place), 12345, 12345)
@@ -887,7 +887,10 @@ print((p != 1).sum().item())
 
 
 @pytest.mark.full
-@pytest.mark.skipif("AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="width")
+@pytest.mark.skipif(
+    "AVX512" not in torch.backends.cpu.get_cpu_capability(),
+    reason="needs a CPU with AVX512",
+)
 def test_torchs_cache_of_other_vectors_is_not_used(tmp_path: Path) -> None:
     """Its key has no ATEN_CPU_CAPABILITY, so half of the elements would stay."""
     own = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), store.VARIABLE: "0"}

@@ -135,7 +135,7 @@ def test_mixed_optimizers(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.soak
+@pytest.mark.night
 def test_release_benchmark(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
     options = ["--quick", "--no-compile", "--json", str(numbers)]
@@ -147,7 +147,7 @@ def test_release_benchmark(tmp_path: Path) -> None:
         assert written["time"]["batch 4"][way]["ratio"] > 0
 
 
-@pytest.mark.soak
+@pytest.mark.night
 def test_train_step_benchmark(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
     options = ["--quick", "--models", "MLP", "--compilations", "0", "--json", str(numbers)]
@@ -159,7 +159,7 @@ def test_train_step_benchmark(tmp_path: Path) -> None:
     assert {"one graph", "one graph, pure"} < set(rows)
 
 
-@pytest.mark.soak
+@pytest.mark.night
 def test_accumulation_benchmark(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
     options = ["--quick", "--json", str(numbers)]
@@ -179,7 +179,7 @@ def test_accumulation_benchmark(tmp_path: Path) -> None:
     assert extra == {"flag": 0, "states": 0, "buffer": 4, "bfloat16 buffer": 2}
 
 
-@pytest.mark.soak
+@pytest.mark.night
 def test_replicas_benchmark(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
     options = ["--quick", "--no-compile", "--json", str(numbers)]
@@ -194,7 +194,7 @@ def test_replicas_benchmark(tmp_path: Path) -> None:
     assert found["time"]["release on replicas"]["ratio"] > 0
 
 
-@pytest.mark.soak
+@pytest.mark.night
 def test_which_benchmark(tmp_path: Path) -> None:
     numbers, rows = tmp_path / "numbers.json", tmp_path / "rows.jsonl"
     options = ["--quick", "--tasks", "images", "table", "--json", str(numbers)]
@@ -256,7 +256,7 @@ print(len(rows))
     assert int(out) == 5 + 2  # the grid, and two more seeds at one of its lrs
 
 
-@pytest.mark.soak
+@pytest.mark.night
 def test_step_benchmark(tmp_path: Path) -> None:
     options = ["--sets", "tiny", "--ways", "optimi_func", "compile=False"]
     options += ["--seconds", "0.05", "--no-compile", "--json", str(tmp_path / "old.json")]
@@ -284,7 +284,7 @@ def test_step_benchmark(tmp_path: Path) -> None:
     assert "torch fused" not in out
 
 
-@pytest.mark.soak
+@pytest.mark.night
 def test_small_step_benchmarks(tmp_path: Path) -> None:
     """The other questions about a step, those that need no compiler."""
     ran = {
@@ -318,7 +318,7 @@ def test_small_step_benchmarks(tmp_path: Path) -> None:
     assert list(cell) == ["torch fused", "torch foreach", "torch for-loop"]
 
 
-@pytest.mark.soak
+@pytest.mark.night
 @pytest.mark.parametrize(("name", "key"), [("cold_start", "first"), ("lbfgs", "fits")])
 def test_benchmarks_that_start_processes_or_solve(
     name: str, key: str, tmp_path: Path
@@ -367,7 +367,7 @@ def test_hypergradient_examples(tmp_path: Path) -> None:
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.soak
+@pytest.mark.night
 def test_population_benchmark(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
     options = ["--quick", "--no-compile", "--json", str(numbers)]
@@ -404,7 +404,7 @@ def test_sac() -> None:
     assert re.fullmatch(r"returns: -\d+\n", out)
 
 
-@pytest.mark.soak
+@pytest.mark.night
 def test_sac_learns() -> None:
     out = run("examples/sac.py", "--no-compile", "--seed=1")
     returns = list(map(float, out.split()[1:]))

@@ -11,6 +11,7 @@ from typing import Any
 import forked
 import pytest
 import torch
+from tiers import row
 from torch.utils import _pytree as pytree
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -51,9 +52,9 @@ def assert_same(one: Any, other: Any) -> None:
             assert x == y
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
-    ("kills", "epochs"), [(5, 20), pytest.param(50, 100, marks=pytest.mark.soak)]
+    ("kills", "epochs"),
+    [row(5, 20, id="5", tier="full"), row(50, 100, id="50", tier="night")],
 )
 def test_whoever_is_killed_ends_as_the_uninterrupted(
     start, tmp_path, kills: int, epochs: int

@@ -106,7 +106,7 @@ def test_the_wheel_has_the_package_and_nothing_else(built: tuple[Path, Path]) ->
     assert [x for x in needed if "extra ==" not in x] == ["Requires-Dist: torch>=2.11"]
 
 
-@pytest.mark.soak
+@pytest.mark.night
 def test_the_wheel_steps_with_torch_alone(built: tuple[Path, Path], tmp_path: Path) -> None:
     python = make_environment(tmp_path / "fresh")
     pinned = f"torch=={torch.__version__.partition('+')[0]}"

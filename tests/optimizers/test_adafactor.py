@@ -60,6 +60,7 @@ MORE: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.full  # `make test-full` installs transformers
 @pytest.mark.parametrize("options", [*OPTIONS, *MORE], ids=str)
 def test_equals_transformers(options: dict[str, Any]) -> None:
     others = pytest.importorskip("transformers.optimization").Adafactor

@@ -1,26 +1,26 @@
-"""Which of the three targets run a test: `make test`, `make test-full` or `make soak`.
+"""Which target runs a test: `make test`, `make test-full`, `make soak` or `make nightly`.
 
 A test or a row without a mark is in `make test`. `full` are those that take seconds: a
-kernel of their own, processes, wide tables. `soak` are those that take minutes; of its
-largest tables it runs a sample, another one at each commit.
+kernel of their own, processes, wide tables. `soak` are rows of wide tables, of which the
+gate runs a few, always the same ones, and each night many, always others. `night` are
+those that take minutes, or ask what few changes can break: only the night runs them.
 """
 
-import hashlib
+import ast
 import re
-import subprocess
 from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import seeds
 
-LATER = ("full", "soak")
-ALL_ROWS = "all"
-# The expression given to -m, and the option --rows: what chooses the sample, or "all". Both
-# are set by conftest.py before any test file is imported.
+LATER = ("full", "soak", "night")
+# The expression given to -m, and the option --rows: how many rows of soak each test has, or
+# None for all. Both are set by conftest.py before any test file is imported.
 selected = ""
-seed = ALL_ROWS
+rows: int | None = None
 
 
 def is_later(item: Any) -> bool:
@@ -53,40 +53,40 @@ def few(values: Iterable[Any], chosen: Collection[str], name: Any = str) -> list
     )
 
 
-def built(rows: list[Any]) -> list[Any]:
+def left_out() -> set[str]:
+    """Return the tiers that are not run."""
+    return {name for name in LATER if re.search(rf"\bnot {name}\b", selected)}
+
+
+def built(table: list[Any]) -> list[Any]:
     """Return the rows that can be selected; thousands of others need not be collected."""
-    left_out = {name for name in LATER if re.search(rf"\bnot {name}\b", selected)}
-    if not selected:
-        return rows
-    return [r for r in rows if left_out.isdisjoint(mark.name for mark in r.marks)]
+    out = left_out()
+    found = [r for r in table if out.isdisjoint(mark.name for mark in r.marks)]
+    soak = [r.id for r in found if any(mark.name == "soak" for mark in r.marks)]
+    surplus = {*soak} - {*sample(soak)}
+    return [r for r in found if r.id not in surplus]
 
 
-def sampled(rows: list[Any], number: int) -> list[Any]:
-    """Return the rows, of which as many soak as are given here: those that `seed` picks."""
-    soak = {r.id: _place(r.id) for r in rows if any(m.name == "soak" for m in r.marks)}
-    if seed == ALL_ROWS or len(soak) <= number:
-        return rows
-    left_out = {*sorted(soak, key=soak.__getitem__)[number:]}
-    return [r for r in rows if r.id not in left_out]
+def sample(names: Collection[str]) -> list[str]:
+    """Return as many as `--rows` says, drawn by the seed."""
+    return sorted(names, key=seeds.place)[:rows]
 
 
-def _place(name: str) -> str:
-    """Return where a row stands in the order of a seed."""
-    return hashlib.sha256(f"{seed} {name}".encode()).hexdigest()
+def surplus(items: Iterable[Any]) -> set[str]:
+    """Return the ids of soak's tests that no function's sample includes."""
+    tests: dict[str, dict[str, Any]] = {}
+    for item in items:
+        if item.get_closest_marker("soak"):
+            function = item.nodeid.partition("[")[0]
+            tests.setdefault(function, {})[item.nodeid] = item
+    return {x for ids in tests.values() for x in {*ids} - {*sample(ids)}}
 
 
-def random_seed() -> int:
-    """Return the number with which soak's random programs begin."""
-    return int(_place("random"), 16)
-
-
-def seed_of(root: Path) -> str:
-    """Return the commit, or what stands for it where there is no git: the code's hash."""
-    command = ["git", "rev-parse", "--short=12", "HEAD"]
-    try:
-        return subprocess.check_output(
-            command, cwd=root, text=True, stderr=subprocess.DEVNULL
-        ).strip()
-    except (OSError, subprocess.CalledProcessError):
-        code = b"".join(x.read_bytes() for x in sorted(root.glob("optimi_func/**/*.py")))
-        return hashlib.sha256(code).hexdigest()[:12]
+def is_collected(path: Path, has_cuda: bool) -> bool:
+    """Return whether a file has tests to run, as far as the marks of the whole file say."""
+    text = path.read_text()
+    for node in ast.parse(text).body if "pytestmark" in text else []:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+            marks = {*re.findall(r"\bmark\.(\w+)", ast.unparse(node.value))}
+            return left_out().isdisjoint(marks) and (has_cuda or "gpu" not in marks)
+    return True

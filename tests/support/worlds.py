@@ -19,6 +19,7 @@ from typing import Any
 
 import forked
 import pytest
+import seeds
 import torch
 import torch.distributed as dist
 from tiers import row
@@ -44,7 +45,7 @@ class World:
         for _, theirs in pipes:
             theirs.close()
 
-    def run(self, order: tuple[str, str, dict[str, Any]]) -> str:
+    def run(self, order: tuple[str, str, dict[str, Any], str]) -> str:
         """Return what was raised by a function of a module, or nothing."""
         for ours in self._ours:
             ours.send(order)
@@ -82,10 +83,10 @@ def _serve(orders: Connection, rank: int, size: int, store: Path) -> None:
     where = {"init_method": f"file://{store}", "rank": rank, "world_size": size}
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE / 3), **where)
     while (order := orders.recv()) is not None:
-        module, name, given = order
+        module, name, given, seeds.text = order
         try:
             found = getattr(importlib.import_module(module), name)
-            torch.manual_seed(0)
+            seeds.plant()
             getattr(found, "body", found)(**given)
         except BaseException:
             orders.send(traceback.format_exc())
@@ -100,7 +101,7 @@ _worlds: dict[int, World] = {}
 def failure_of(body: Callable[..., None], size: int, **given: Any) -> str:
     """Run a module's function in `size` processes; what they raised, or nothing."""
     world = _worlds.pop(size, None) or World(size)
-    text = world.run((body.__module__, body.__name__, given))
+    text = world.run((body.__module__, body.__name__, given, seeds.text))
     if world.is_whole:
         _worlds[size] = world
     else:

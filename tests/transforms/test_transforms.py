@@ -568,7 +568,7 @@ def test_random_numbers_compiled_by_inductor() -> None:
         torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.soak  # half a minute for one graph, whose parts aot_eager takes apart above
+@pytest.mark.night  # half a minute for one graph, whose parts aot_eager takes apart above
 def test_nested_compiled_by_inductor(graphs) -> None:
     """One graph, also with random numbers, in float32 and bfloat16 with Kahan."""
 
@@ -613,7 +613,7 @@ CORES = {
 }
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.sampled_from(ELEMENTWISE),
     st.sampled_from(sorted(CORES)),

@@ -56,5 +56,4 @@ class Adadelta(Coupled, name="adadelta"):
         return d, self.State(v, self.rho * s.acc_delta + (1 - self.rho) * (d * d))
 
 
-State = Adadelta.State  # found by torch.load(weights_only=True)
 adadelta, adadelta_init, adadelta_step = functions(Adadelta)

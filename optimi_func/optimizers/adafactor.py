@@ -221,5 +221,4 @@ def rms(x: Tensor) -> Tensor:
     return norm(x) / math.sqrt(max(1, x.numel()))
 
 
-State = Adafactor.State  # found by torch.load(weights_only=True)
 adafactor, adafactor_init, adafactor_step = functions(Adafactor)

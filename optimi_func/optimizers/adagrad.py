@@ -60,5 +60,4 @@ class Adagrad(Coupled, name="adagrad"):
         return d, self.State(v)
 
 
-State = Adagrad.State  # found by torch.load(weights_only=True)
 adagrad, adagrad_init, adagrad_step = functions(Adagrad)

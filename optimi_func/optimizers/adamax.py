@@ -55,5 +55,4 @@ class Adamax(Coupled, name="adamax"):
         return 1 / (1 - b1**t) * m / u, self.State(m, u)
 
 
-State = Adamax.State  # found by torch.load(weights_only=True)
 adamax, adamax_init, adamax_step = functions(Adamax)

@@ -83,5 +83,4 @@ class Adan(Body, name="adan"):
         return "decoupled" if self.adam_wd else "proximal"
 
 
-State = Adan.State  # found by torch.load(weights_only=True)
 adan, adan_init, adan_step = functions(Adan)

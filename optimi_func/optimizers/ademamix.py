@@ -97,5 +97,4 @@ def half_life(beta: Scalar) -> Scalar:
     return where(beta == 0, 0.0, math.log(0.5) / torch.log(known))
 
 
-State = AdEMAMix.State  # found by torch.load(weights_only=True)
 ademamix, ademamix_init, ademamix_step = functions(AdEMAMix)

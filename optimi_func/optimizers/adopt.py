@@ -76,5 +76,4 @@ class ADOPT(Body, name="adopt"):
         return where(t > 1, u, 0.0), s  # 0 times a u that is not finite would be NaN
 
 
-State = ADOPT.State  # found by torch.load(weights_only=True)
 adopt, adopt_init, adopt_step = functions(ADOPT)

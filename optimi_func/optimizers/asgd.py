@@ -70,5 +70,4 @@ class ASGD(Coupled, name="asgd", lr="inside"):
         return u, self.State((1 - mu) * s.ax + mu * (x + u))
 
 
-State, Running = ASGD.State, ASGD.Running  # found by torch.load(weights_only=True)
 asgd, asgd_init, asgd_step = functions(ASGD)

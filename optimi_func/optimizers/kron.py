@@ -140,5 +140,4 @@ def lower_bound(x: Tensor) -> Tensor:
     return most * norm(x @ (y / norm(y)))
 
 
-State = Kron.State  # found by torch.load(weights_only=True)
 kron, kron_init, kron_step = functions(Kron)

@@ -81,5 +81,4 @@ class LAMB(Moments, name="lamb"):
         return length / where(is_zero(square), length, target)
 
 
-State = LAMB.State  # found by torch.load(weights_only=True)
 lamb, lamb_init, lamb_step = functions(LAMB)

@@ -78,5 +78,4 @@ class NAdam(Coupled, name="nadam"):
         return d, self.State(m, v), self.Running(product)
 
 
-State, Running = NAdam.State, NAdam.Running  # found by torch.load(weights_only=True)
 nadam, nadam_init, nadam_step = functions(NAdam)

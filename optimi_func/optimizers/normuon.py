@@ -77,5 +77,4 @@ class NorMuon(Muon, name="normuon"):
         return o * (even * (self.scale(y, o) * before / (after + 1e-10))), v
 
 
-State = NorMuon.State  # found by torch.load(weights_only=True)
 normuon, normuon_init, normuon_step = functions(NorMuon)

@@ -188,5 +188,4 @@ class Prodigy(Body, name="prodigy"):
         return super().functional()
 
 
-State, Running = Prodigy.State, Prodigy.Running  # found by torch.load(weights_only=True)
 prodigy, prodigy_init, prodigy_step = functions(Prodigy)

@@ -64,5 +64,4 @@ class Ranger(Rectified, name="ranger"):
         return u + (slow - x - u), s._replace(slow_param=slow)
 
 
-State = Ranger.State  # found by torch.load(weights_only=True)
 ranger, ranger_init, ranger_step = functions(Ranger)

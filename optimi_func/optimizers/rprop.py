@@ -76,5 +76,4 @@ class Rprop(Body, name="rprop", lr="inside"):
         return g.sign() * size, self.State(g, size)
 
 
-State = Rprop.State  # found by torch.load(weights_only=True)
 rprop, rprop_init, rprop_step = functions(Rprop)

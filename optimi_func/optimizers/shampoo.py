@@ -199,5 +199,4 @@ def fitted(g: Tensor, bases: Squares, scales: Squares) -> tuple[Tensor, Tensor]:
     return torch.cat(products), torch.cat(sizes)
 
 
-State = Shampoo.State  # found by torch.load(weights_only=True)
 shampoo, shampoo_init, shampoo_step = functions(Shampoo)

@@ -236,5 +236,4 @@ def refreshed(m: Tensor, v: Tensor, factors: Squares, old: Squares) -> tuple[Ten
     return rotated(rotated(m, old, back=True), new), v, bases
 
 
-State = SOAP.State  # found by torch.load(weights_only=True)
 soap, soap_init, soap_step = functions(SOAP)

@@ -603,16 +603,26 @@ def _init_function(value: type[OwnRule]) -> InitFunction:
 def step_function(factory: Callable[P, FunctionalOptimizer]) -> StepFunction[P]:
     """Make `lion_step`, for example, with the keywords of the factory."""
     owner: type[object] = cast(Any, factory).owner
-    home = vars(sys.modules.get(factory.__module__, object))  # it may be imported by nobody
+    module = sys.modules.get(factory.__module__)  # None if nobody has imported it
+    home = {} if module is None else vars(module)
+    nested = [x for cls in owner.__mro__ for x in vars(cls).values() if _is_record(x)]
+    for kind in nested:
+        # torch.load(weights_only=True) looks a State up in its module, under its name.
+        if kind.__module__ == factory.__module__ and kind not in home.values():
+            home.setdefault(kind.__name__, kind)
     items = [(x, f"{factory.__module__}.{name}") for name, x in home.items()]
-    items += [(x, "") for cls in owner.__mro__ for x in vars(cls).values()]
-    kinds = [x for x in items if isinstance(x[0], type) and issubclass(x[0], tuple)]
+    kinds = [x for x in items if _is_record(x[0])] + [(x, "") for x in nested]
     for kind, name in kinds:
         if name and kind.__module__ == factory.__module__:
             # A class in a class is pickled by getattr, which weights_only refuses.
             kind.__qualname__ = name.rpartition(".")[2]
     torch.serialization.add_safe_globals([x if x[1] else x[0] for x in kinds])
     return _step_function(factory, _pure_step, f"{factory.__name__}_step")
+
+
+def _is_record(x: object) -> bool:
+    """Return True for a NamedTuple's class, such as a State."""
+    return isinstance(x, type) and issubclass(x, tuple)
 
 
 def compiled_functions(

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from numbers import Integral, Real
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -80,24 +80,44 @@ def take_torchs_decay(
         given["decouple_wd"] = asked
 
 
+# The fifth positional hyperparameter in torch.optim, where the third is this one.
+_FIFTH = {"eps": "amsgrad", "dampening": "nesterov"}
+
+
 def warn_of_torchs_order(known: Collection[str], args: Sequence[object]) -> None:
-    """Warn of positional arguments that are probably in torch.optim's order."""
-    if len(args) < 4:
+    """Warn of positional arguments that are probably in torch.optim's order.
+
+    Args:
+        known: Names of the constructor's parameters, in order, from `params` on.
+        args: Its positional arguments.
+    """
+    first, second, third, ours = ([*known][2:6] + [""] * 4)[:4]
+    if second != "weight_decay" or third not in _FIFTH or len(args) < 4:
         return
-    first, *order = [*known][2:5]
-    decay, x = [*args[3:5], None, None][:2]
-    suspicious = isinstance(x, float | int) and not isinstance(x, bool)
-    if order == ["weight_decay", "eps"]:
-        suspicious = isinstance(x, float | int) and not 0 < x < 1e-3
+    decay, x, last = [*args[3:6], None, None][:3]
+    if third == "eps":
+        suspicious = _is_number(x) and not 0 < x < 1e-3
         suspicious = suspicious or (isinstance(decay, float) and 0 < decay <= 1e-7)
-    # Equal ones mean the same in both orders.
-    suspicious = suspicious and decay != x
-    if suspicious and order in (["weight_decay", "eps"], ["weight_decay", "dampening"]):
+    else:
+        # True and False are optimi's dampening; decay alone may be torch's dampening.
+        alone = len(args) == 4 and _is_number(decay) and 0.1 <= decay <= 1
+        suspicious = alone or _is_number(x)
+    # Equal ones mean the same in both orders, but what follows them does not.
+    theirs = _FIFTH[third]
+    another = last is True and theirs != ours and theirs in known
+    if (suspicious and decay != x) or (another and decay == x and _is_number(x)):
+        names = [f"weight_decay={decay}", f"{third}={x}", f"{ours}={last}"]
+        more = len(args) > 5
         checks.warn_user(
-            f"weight_decay={decay}, {order[1]}={x} by position: torch.optim's positional "
-            f"order is (lr, {first}, {order[1]}, weight_decay), ours (lr, {first}, "
-            f"weight_decay, {order[1]}). Pass them by name"
+            f"{', '.join(names[: len(args) - 3][:3])} by position: torch.optim's "
+            f"positional order is (lr, {first}, {third}, weight_decay"
+            f"{f', {theirs}' * more}), ours (lr, {first}, weight_decay, {third}"
+            f"{f', {ours}' * more}). Pass them by name"
         )
+
+
+def _is_number(x: object) -> TypeGuard[float]:
+    return isinstance(x, float | int) and not isinstance(x, bool)
 
 
 @lru_cache(64)

@@ -1,6 +1,7 @@
 """Arguments in forms that users and torch.optim's programs give them; what is refused."""
 
 import copy
+import inspect
 import json
 import math
 import warnings
@@ -466,9 +467,18 @@ B, OURS = (0.9, 0.999), (0.9, 0.99)
         (
             SGD,
             (0.1, 0.9, 0, 5e-4, True),
-            r"=0\.0005 by .*ours \(lr, momentum, weight_decay, d",
+            r"=0\.0005, dec.* by .*ours \(lr, momentum, weight_decay, d",
         ),
         (SGD, (0.1, 0.9, 5e-4, 0), "weight_decay=0.0005, dampening=0 by position"),
+        (SGD, (0.1, 0.9, 0.1), r"weight_decay=0\.1 by position"),
+        (SGD, (0.1, 0.9, 1), "weight_decay=1 by position"),
+        (
+            SGD,
+            (0.1, 0.9, 0, 0, True),
+            r"decouple_wd=True by .*, nesterov\), ours .*dampening, decouple_wd\)",
+        ),
+        (Adam, (1e-3, B, 0.0, 0.0, True), r"decouple_wd=True by .*, amsgrad\), ours"),
+        (AdamW, (1e-3, B, 0, 0, True), r"decouple_lr=True by .*, amsgrad\), ours"),
     ],
     ids=str,
 )
@@ -476,6 +486,68 @@ def test_torchs_positional_order_warns_once(cls: Any, given: Any, text: str) -> 
     with pytest.warns(UserWarning, match=text) as found:
         cls(params(), *given)
     assert len(found) == 1 and found[0].filename == __file__
+
+
+# Each is a usual value and none is the default, so that one in another's place is seen.
+POSITIONAL: dict[str, Any] = {
+    "betas": (0.8, 0.98),
+    "eps": 1e-9,
+    "weight_decay": 5e-4,
+    "amsgrad": True,
+    "momentum": 0.8,
+    "dampening": 0.5,
+    "nesterov": True,
+    "decoupled_weight_decay": True,
+    "lambd": 1e-3,
+    "alpha": 0.6,
+    "t0": 100.0,
+    "foreach": True,
+    "maximize": True,
+    "capturable": True,
+    "differentiable": True,
+    "rho": 0.8,
+    "lr_decay": 0.1,
+    "initial_accumulator_value": 0.2,
+    "momentum_decay": 5e-3,
+    "centered": True,
+    "etas": (0.4, 1.3),
+    "step_sizes": (1e-5, 10.0),
+    "beta2_decay": -0.7,
+    "d": 2.0,
+    "ns_coefficients": (3.0, -4.0, 2.0),
+    "ns_steps": 4,
+    "adjust_lr_fn": "original",
+}
+SHARED = [name for name in torch.optim.__all__ if hasattr(T, name)]
+
+
+@pytest.mark.parametrize("name", [x for x in SHARED if x not in ("LBFGS", "Optimizer")])
+def test_torchs_positional_arguments_arrive_or_are_noticed(name: str) -> None:
+    """All prefixes of torch's order, also with its decay and dampening at 0."""
+    cls, theirs = getattr(T, name), getattr(torch.optim, name)
+    names = [
+        key
+        for key, p in inspect.signature(theirs).parameters.items()
+        if p.kind != p.KEYWORD_ONLY
+    ][2:]
+    usual = POSITIONAL | ({"eps": (None, 1e-4)} if name == "Adafactor" else {})
+    zeros = {"weight_decay": 0, "dampening": 0}
+    for values in (usual, usual | zeros, usual | zeros | {"eps": 0.0}):
+        for count in range(1, len(names) + 1):
+            given = {key: values[key] for key in names[:count]}
+            if [*given.items()][-1] == ("eps", 0.0):
+                continue  # nobody can tell it from a weight_decay of 0 in our order
+            w = torch.ones(2, 2, requires_grad=True)
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                try:
+                    group = cls([w], 0.1, *given.values()).param_groups[0]
+                except (TypeError, ValueError):
+                    continue
+            if any("by position" in str(x.message) for x in found):
+                continue
+            names_here = {"decoupled_weight_decay": "decouple_wd"}
+            assert {k: group[names_here.get(k, k)] for k in given} == given
 
 
 @pytest.mark.parametrize(
@@ -486,6 +558,11 @@ def test_torchs_positional_order_warns_once(cls: Any, given: Any, text: str) -> 
         (AdamW, (1e-3, OURS), {"weight_decay": 1e-8, "eps": 0.1}),
         (SGD, (0.1, 0.9, 5e-4, True), {}),
         (SGD, (0.1, 0.9, 5e-4, False, True), {}),
+        (SGD, (0.1, 0.9, 0.01), {}),
+        (SGD, (0.1, 0.9, 0.1, False), {}),
+        (SGD, (0.1, 0.9), {"weight_decay": 0.5}),
+        (SGD, (0.1, 0.9, 0, False, True), {}),
+        (RAdam, (1e-3, OURS, 0.0, 0.0, True), {}),  # decoupled in both orders
         (SGD, (0.1, 0.9), {"dampening": 0.1}),
         (SGD, (0.1, 0.9, 0, 0), {}),  # the same in both orders
         (Lion, (1e-3, OURS, 1e-8), {}),  # torch has none

@@ -1,8 +1,10 @@
 """`optimi_func.optim` beside torch.optim: inputs of torch's own tests, and programs."""
 
 import copy
+import importlib
 import inspect
 import pickle
+import pkgutil
 from typing import Any
 
 import pytest
@@ -113,18 +115,61 @@ def test_what_torch_takes_besides(name: str) -> None:
         getattr(optim, name)([w], **EAGER).step()
 
 
-def test_all_else_is_torchs() -> None:
-    assert {*optim.__all__} == {*torch.optim.__all__}
-    for name in ("LBFGS", "SparseAdam", "Optimizer", "lr_scheduler", "swa_utils"):
-        assert getattr(optim, name) is getattr(torch.optim, name)
-    assert optimi_func.LBFGS is torch.optim.LBFGS
+def test_public_names_mean_what_they_mean_in_torch() -> None:
+    """All that torch.optim has, in any version, and nothing beside it."""
+    public = [name for name in dir(torch.optim) if not name.startswith("_")]
+    assert {*optim.__all__} == {*torch.optim.__all__} <= {*public}
+    assert {name for name in dir(optim) if not name.startswith("_")} == {*public}
+    for name in public:
+        theirs, found = getattr(torch.optim, name), getattr(optim, name)
+        if name in NAMES:
+            assert issubclass(found, getattr(optimi_func, name)) and found is not theirs
+        else:
+            assert found is theirs, name
     space: dict[str, Any] = {}
-    assert {*dir(torch.optim)} <= {*dir(optim)}
-    assert issubclass(optim.AdamW, optim.Adam)
     exec("from optimi_func.optim import *", space)
-    assert space["SparseAdam"] is torch.optim.SparseAdam and space["SGD"] is optim.SGD
+    assert {*space} - {"__builtins__"} == {*torch.optim.__all__}
+    for name in torch.optim.__all__:
+        assert space[name] is getattr(optim, name)
+    assert issubclass(optim.AdamW, optim.Adam)
+    assert optimi_func.LBFGS is torch.optim.LBFGS
     with pytest.raises(AttributeError, match="Rmsprop"):
         _ = optim.Rmsprop
+
+
+def test_modules_are_torchs_with_our_classes() -> None:
+    """In both ways to reach them: as an attribute, and by an import."""
+    for info in pkgutil.iter_modules(torch.optim.__path__):
+        theirs = importlib.import_module(f"torch.optim.{info.name}")
+        found = importlib.import_module(f"optimi_func.optim.{info.name}")
+        if hasattr(torch.optim, info.name):
+            assert getattr(optim, info.name) is found
+        for name, x in vars(theirs).items():
+            ours = isinstance(x, type) and name in NAMES
+            assert getattr(found, name) is (getattr(optim, name) if ours else x)
+        assert {*vars(found)} == {*vars(theirs)}
+
+
+def test_torchs_functions_are_not_ours() -> None:
+    """Torch's write to lists of tensors; before 2.15 the error says where ours are."""
+    if torch.__version__ < "2.15":
+        with pytest.raises(AttributeError, match=r"torch 2\.15.*optimi_func\.functional"):
+            _ = optim.functional
+        return
+    assert optim.functional is torch.optim.functional
+    p, g = torch.ones(2), torch.full((2,), 0.5)
+    optim.functional.sgd(
+        [p],
+        [g],
+        [None],
+        weight_decay=0.0,
+        momentum=0.0,
+        lr=0.1,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+    )
+    assert torch.equal(p, torch.full((2,), 0.95))
 
 
 def pair(name: str, **options: Any) -> Any:
@@ -164,6 +209,32 @@ def test_groups_have_torchs_keys(name: str) -> None:
     replaced = {"Adafactor": {"clip_threshold", "decay_rate"}}.get(name, set())
     replaced |= {"decouple_wd"} if "decoupled_weight_decay" in known else set()
     assert not replaced & {*ours.param_groups[0]}
+
+
+def test_torchs_swap_of_parameters_and_state() -> None:
+    """Steps on other tensors, which its context takes, and then on its own again."""
+    if not hasattr(torch.optim, "swap_in_optimizer_params_and_state"):
+        assert torch.__version__ < "2.13"
+        return
+    both = pair("AdamW", lr=0.1)
+    stepped(both)
+    swapped: list[Any] = []
+    states: list[Any] = []
+    for optimizer, ps in both:
+        qs = {str(i): p.detach().add(1.0).requires_grad_() for i, p in enumerate(ps)}
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["param_groups"][0]["lr"] = 0.05
+        with optim.swap_in_optimizer_params_and_state(optimizer, qs, saved):
+            for q in qs.values():
+                q.grad = q.detach().cos()
+            optimizer.step()
+            optimizer.step()
+        swapped.append((optimizer, [*qs.values()]))
+        states.append([entry["exp_avg"] for entry in saved["state"].values()])
+    stepped(swapped, 0)
+    for got, want in zip(*states):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    stepped(both)
 
 
 @pytest.mark.parametrize(
@@ -358,13 +429,14 @@ def test_numbers_that_torch_takes_and_we_do_not() -> None:
         ("SGD", {"momentum": 1.0}),
         ("Muon", {"momentum": 1.0}),
         ("Muon", {"ns_steps": 0}),
-        ("ASGD", {"lambd": -0.1}),
+        ("ASGD", {"lambd": -0.1}),  # of torch 2.15 both refuse it
         ("ASGD", {"alpha": -0.1}),
         ("Rprop", {"step_sizes": (-1.0, 1.0)}),
         ("Adam", {"lr": INF}),
         ("Adam", {"eps": INF}),
     ):
-        getattr(torch.optim, name)([w], **options)
+        if "lambd" not in options or torch.__version__ < "2.15":
+            getattr(torch.optim, name)([w], **options)
         with pytest.raises(ValueError, match=f"Invalid.* {next(iter(options))}"):
             getattr(optim, name)([w], **options)
     with pytest.raises(ValueError, match=r"lr=-0\.1: allowed is finite, at least 0"):
@@ -372,6 +444,56 @@ def test_numbers_that_torch_takes_and_we_do_not() -> None:
     for name in ("Adafactor", "Muon"):
         with pytest.raises(TypeError, match="complex"):
             getattr(optim, name)([w.detach().to(torch.complex64).requires_grad_()])
+
+
+def number(x: float) -> Tensor:
+    return torch.tensor(x, dtype=torch.float64)
+
+
+BETAS = {"betas": (0.8, 0.9)}
+MORE: list[tuple[str, Any, Any, Any]] = [
+    ("AdamW", {"lr": 0.1}, {"lr": number(0.1)}, {"foreach": True}),
+    ("Adam", {"lr": 0.1}, {"lr": number(0.1)}, {"foreach": True}),
+    ("Adam", BETAS, {"betas": (number(0.8), number(0.9))}, {"foreach": True}),
+    ("Adam", BETAS, {"betas": (number(0.8), 0.9)}, EAGER),
+    ("AdamW", BETAS, {"betas": (0.8, number(0.9))}, EAGER),
+]
+
+
+@pytest.mark.parametrize(("name", "floats", "tensors", "more"), MORE, ids=str)
+def test_tensors_that_torch_refuses_and_we_take(
+    name: str, floats: Any, tensors: Any, more: Any
+) -> None:
+    """The rows of docs/from_torch.md: torch's numbers, as if they were floats."""
+    ps, qs = ([torch.full((2, 2), 3.0, requires_grad=True)] for _ in range(2))
+    with pytest.raises(ValueError, match="Tensor"):
+        getattr(torch.optim, name)(qs, **tensors, **({} if more is EAGER else more))
+    theirs, ours = (
+        getattr(torch.optim, name)(ps, **floats),
+        getattr(optim, name)(qs, **tensors, **more),
+    )
+    stepped([(theirs, ps), (ours, qs)])
+    assert (qs[0] - 3.0).abs().max() > 1e-4
+
+
+def test_an_initial_value_of_adagrad_is_its_groups() -> None:
+    """Torch starts the sums of all groups with the constructor's number."""
+    for module, more, want in (
+        (torch.optim, {}, [0.25, 0.25]),
+        (optim, EAGER, [0.25, 4.0, 9.0]),
+    ):
+        ps = [torch.ones(2, requires_grad=True) for _ in want]
+        groups = [
+            {"params": p, "initial_accumulator_value": x}
+            for p, x in zip(ps, (0.25, 4.0, 9.0))
+        ]
+        optimizer = module.Adagrad(groups[:2], initial_accumulator_value=0.25, **more)
+        for late in groups[2:]:
+            optimizer.add_param_group(late)
+        for p in ps:
+            p.grad = torch.zeros(2)
+        optimizer.step()
+        assert [optimizer.state[p]["sum"][0].item() for p in ps] == want
 
 
 def test_modules_of_torch_optim_are_found() -> None:

@@ -32,7 +32,6 @@ from optimi_func.classes.groups import (
     likely_mistakes,
     normalize_group,
     number_defaults,
-    path_of,
     plain_numbers,
     take_torchs_decay,
     warn_of_torchs_order,
@@ -89,6 +88,7 @@ from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.checkpoints import Checkpoints
 from optimi_func.state.convert import Entry, Group, renamed
 from optimi_func.state.entry import ensure_state, insert_made, wants_state_alone
+from optimi_func.state.names import Names, Path, homes_in, without_repeats
 from optimi_func.state.stored import begin, mask_like, rows_of
 
 # A group, some of its parameters, their gradients, and what each is to its step.
@@ -255,16 +255,18 @@ class BaseOptimizer(Fields, Checkpoints):
         count = len(self.param_groups)
         if isinstance(param_group, dict):  # else torch raises
             take_torchs_decay(param_group, *self._factory_of(param_group))
+            self._add_names(param_group)
         unwrapped(super().add_param_group)(param_group)
         try:
             group = self.param_groups[count]
+            self._names.remember([group])
             keywords = self._factory_of(group)[1]
             group.update(plain_numbers({name: group[name] for name in keywords}))
-            normalize_group(group, self._number_defaults(group))
+            normalize_group(group, self._number_defaults(group), self.path_of)
             rule = self.rule_of(group)
             self.takes_extras = self.takes_extras or bool(rule.extras)
             for p in group["params"] if rule.refuses or rule.whole or rule.measure else ():
-                checks.check_taken(rule, path_of(group, p), p)
+                checks.check_taken(rule, self.path_of(group, p), p)
             check_modes(group)
             if rule.join is not None and (name := rule.running._fields[0]) in group:
                 raise ValueError(
@@ -278,6 +280,16 @@ class BaseOptimizer(Fields, Checkpoints):
         except Exception:
             del self.param_groups[count:]
             raise
+
+    def _add_names(self, group: Group) -> None:
+        """Put the names of parameters that had one before into a group without names."""
+        if "param_names" in group or isinstance(source := group["params"], Tensor | set):
+            return
+        params = group["params"] = list(source)
+        named = params and any("param_names" in other for other in self.param_groups)
+        names = [self.name_of(p) for p in params] if named else [None]
+        if None not in names:
+            group["param_names"] = names
 
     def _number_defaults(self, group: Group) -> Group:
         return self._under_keys(number_defaults(self._factory_of(group)[0]))
@@ -356,7 +368,7 @@ class BaseOptimizer(Fields, Checkpoints):
         if extras or self.takes_extras:
             found = found_extras(self, {**found, **self._loss(loss), **extras})
         write = not self.optimizer_accumulation
-        if parts := self._update(works, write, True, found):
+        if parts := self._update(works, write, True, found, whole=True):
             self._finish(parts, found)
         return loss
 
@@ -379,7 +391,7 @@ class BaseOptimizer(Fields, Checkpoints):
             for p in group["params"]:
                 if p.requires_grad and "step" not in self.state.get(p, {}):
                     with kernel_context(p.device):
-                        ensure_state(self.state, made, path_of(group, p), p, *how)
+                        ensure_state(self.state, made, self.path_of(group, p), p, *how)
         insert_made(self.state, made)
 
     def step_params(self, params: list[Tensor]) -> None:
@@ -402,11 +414,11 @@ class BaseOptimizer(Fields, Checkpoints):
             )
         for p in params:
             if p.grad is None:
-                name = path_of(self.group_of(p), p)
+                name = self.path_of(self.group_of(p), p)
                 raise ValueError(f"step(param=...): {name} has no gradient")
             if self.rule_of(group := self.group_of(p)).join is not None:
                 raise ValueError(
-                    f"step(param=...): {path_of(group, p)} follows "
+                    f"step(param=...): {self.path_of(group, p)} follows "
                     f"{self.rule_of(group).name}, whose steps end with sums over all "
                     "parameters: use prepare_for_gradient_release(model, optimizer)"
                 )
@@ -448,18 +460,56 @@ class BaseOptimizer(Fields, Checkpoints):
 
     def group_of(self, param: Tensor) -> Group:
         """Return the group that holds a parameter; raise if none does."""
-        groups = [(id(group), len(group["params"])) for group in self.param_groups]
-        if groups != self._grouped:
-            self._group_index = {
-                p: i for i, group in enumerate(self.param_groups) for p in group["params"]
-            }
-            self._grouped = groups
-        index = self._group_index.get(param)
-        if index is None:
+        if (group := self.find_group(param)) is None:
             raise ValueError(
                 f"a parameter of shape {tuple(param.shape)} is in none of the groups"
             )
-        return self.param_groups[index]
+        return group
+
+    def find_group(self, param: Tensor) -> Group | None:
+        """Return the group that holds a parameter, or None.
+
+        Programs edit the lists, so a place counts only while the parameter is there.
+        """
+        groups = self.param_groups
+        for _ in range(2):
+            i, k = self._homes.get(id(param), (len(groups), 0))
+            params = groups[i]["params"] if i < len(groups) else ()
+            if k < len(params) and params[k] is param:
+                return groups[i]
+            self.check_lists()
+        return None
+
+    def check_lists(self) -> None:
+        """Raise if a parameter is in two groups; note what programs did to the lists."""
+        groups, homes = self.param_groups, homes_in(self.param_groups)
+        alone = len(homes) == sum([len(group["params"]) for group in groups])
+        for i, group in enumerate(groups if not alone else ()):
+            for p in group["params"]:
+                if (j := homes[id(p)][0]) != i:
+                    raise ValueError(
+                        f"{self.path_of(group, p)} is in param_groups[{j}] and in "
+                        f"param_groups[{i}], and has one state: take it out of one"
+                    )
+        if homes != self._homes:
+            self._homes = homes
+            self._names.note(groups)
+
+    def name_of(self, p: Tensor) -> str | None:
+        """Return the name that a parameter was given with, or None."""
+        return self._names.get(p)
+
+    def named_groups(self) -> list[Group]:
+        """Return the groups with "param_names" as they belong to the parameters now.
+
+        Raises:
+            ValueError: A parameter that was put without a name into a group with names.
+        """
+        return self._names.named(self.param_groups)
+
+    def path_of(self, group: Group, p: Tensor) -> Path:
+        """Return a parameter's name, or its place in the group, for errors."""
+        return Path(self._names, group, p)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -519,7 +569,8 @@ class BaseOptimizer(Fields, Checkpoints):
     def __getstate__(self) -> dict[str, object]:
         """Return the attributes for pickle and deepcopy, without caches and hooks."""
         names = [k for k in self.__dict__ if k not in _LEFT and k[:11] != "_optimizer_"]
-        return {**{k: self.__dict__[k] for k in names}, **super().__getstate__()}
+        state = {**{k: self.__dict__[k] for k in names}, **super().__getstate__()}
+        return {**state, "param_groups": self.named_groups()}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Restore the attributes and make new caches; load_state_dict calls this too."""
@@ -528,6 +579,7 @@ class BaseOptimizer(Fields, Checkpoints):
             self.__dict__.setdefault(name, None)
         super().__setstate__(state)
         self._clear_caches()
+        self._names.remember(self.param_groups)
 
     def give(self, **extras: object) -> None:
         """Give extras to the steps to come, until others take their place.
@@ -565,7 +617,7 @@ class BaseOptimizer(Fields, Checkpoints):
             checks.warn_user(
                 f"{type(self).__name__} has taken two steps, and none of its "
                 f"{len(trained)} trainable parameters "
-                f"({path_of(self.group_of(trained[0]), trained[0])}, ...) has had a "
+                f"({self.path_of(self.group_of(trained[0]), trained[0])}, ...) has had a "
                 "gradient. fully_shard and parallelize_module replace a model's "
                 "parameters: make the optimizer after them"
             )
@@ -597,7 +649,7 @@ class BaseOptimizer(Fields, Checkpoints):
         for i, (group, params, _, _) in enumerate(works):
             # Those of divided groups are in `agree`'s message by name.
             if id(group) not in divided and len(params) < len(group["params"]):
-                names = [str(path_of(group, p)) for p in params]
+                names = [str(self.path_of(group, p)) for p in params]
                 facts[f"parameters with gradients of param group {i}"] = names
         if not self._has_stepped:
             params = [p.detach() for group in self.param_groups for p in group["params"]]
@@ -620,7 +672,7 @@ class BaseOptimizer(Fields, Checkpoints):
         rule, names = bound.rule, ("step", *bound.rule.running._fields)
         how = bound.starting_rule, group_storage(group), group["capturable"]
         batches = batches or [WHOLE_BATCH] * len(params)
-        paths = [path_of(group, p) for p in params]
+        paths = [self.path_of(group, p) for p in params]
         for path, p, g in zip(paths, params, grads):
             checks.check_grad(path, p, g)
         entries = [
@@ -654,8 +706,9 @@ class BaseOptimizer(Fields, Checkpoints):
         self._bound: dict[int, tuple[Any, Any]] = {}
         self._plans: dict[object, ClassPlan] = self.__dict__.get("_plans", {})
         self._has_stepped, self._idle = False, 0
-        self._grouped: list[tuple[int, int]] = []
-        self._group_index: dict[Tensor, int] = {}
+        self._homes: dict[int, tuple[int, int]] = {}
+        self._stepped: list[object] = []
+        self._names: Names = self.__dict__.get("_names") or Names()
 
     def _factory_of(
         self, group: Group
@@ -697,15 +750,20 @@ class BaseOptimizer(Fields, Checkpoints):
         return bound
 
     def _update(
-        self, works: list[Work], write: bool, count: bool, extras: Extras
+        self,
+        works: list[Work],
+        write: bool,
+        count: bool,
+        extras: Extras,
+        whole: bool = False,
     ) -> dict[Tensor, Part]:
         """Check everything, compile everything, and then write.
 
         `works` are groups, some of their parameters, a gradient for each, and what each is
         to its step, or None if it is the whole of it. write=False moves the state alone,
         and count=False leaves the step counts, because the step goes on. `extras` are the
-        tensors that the rules take in this step, from `found_extras`. Returns the parts of
-        sums that `finish_step` joins.
+        tensors that the rules take in this step, from `found_extras`. whole=True is a step
+        of all groups. Returns the parts of sums that `finish_step` joins.
         """
         # First gradients make state, which joins the optimizer once nothing can fail.
         # Written as literals: dict[Tensor, Entry]() takes a microsecond at every step.
@@ -713,15 +771,23 @@ class BaseOptimizer(Fields, Checkpoints):
         parts: dict[Tensor, Part] = {}
         divided: dict[int, list[Holders]] = {}
         runs: list[Callable[[], dict[int, Part] | None]] = []
+        lists: list[object] = []
         on_host, where = True, None
         for work in works:
-            run, host, holders = self._prepare(work, write, count, extras, made)
+            run, host, holders, plan = self._prepare(work, write, count, extras, made)
             runs.append(run)
+            lists += plan, len(work[0]["params"])
             on_host = on_host and host
             if holders:
                 divided[id(work[0])] = holders
             if where is None and work[1]:
                 where = work[1][0].device
+        # A plan is for one list, so that equal plans have the parameters of the last step.
+        if whole and lists != self._stepped:
+            self.check_lists()
+            if any([len(work[1]) > len({*map(id, work[1])}) for work in works]):
+                return self._update(list(map(_once, works)), write, count, extras, whole)
+            self._stepped = lists
         if write and divided:
             facts = self._facts(divided, works)
             agree([x for holders in divided.values() for x in holders], facts)
@@ -743,18 +809,21 @@ class BaseOptimizer(Fields, Checkpoints):
         count: bool,
         extras: Extras,
         made: dict[Tensor, Entry],
-    ) -> tuple[Callable[[], dict[int, Part] | None], bool, list[Holders]]:
+    ) -> tuple[Callable[[], dict[int, Part] | None], bool, list[Holders], ClassPlan | None]:
         """Check and compile a group's update, and return the function that runs it.
 
         The second result is True if that calls no operation of torch, so that modes such as
-        autocast do not matter. The third are the processes that divide it.
+        autocast do not matter. The third are the processes that divide it, and the last is
+        the plan of these parameters, if one is kept.
         """
         group, params, grads, microbatches = work
         if not params:  # other processes may have gradients, and are told
             idle = [self.holders_of(group, p) for p in group["params"]]
-            return lambda: None, True, [x for x in idle if x is not None]
+            return lambda: None, True, [x for x in idle if x is not None], None
         if _is_cuda(params[0]) and is_capturing(params[0].device):
-            check_capture(group, params, self.state, self._factory_of(group)[1])
+            check_capture(
+                group, self.path_of, params, self.state, self._factory_of(group)[1]
+            )
         counting = group["capturable"], False
         if microbatches is not None:
             counting = _counting(group["capturable"], microbatches)
@@ -766,6 +835,8 @@ class BaseOptimizer(Fields, Checkpoints):
             checks.check_moves_state(bound.rule)
         ids = tuple(map(id, params))
         key = *_asked(group), *counting, *ids
+        if bound.rule.draws:  # by the places of the parameters, which may change
+            key = *key, *_places(self, params)
         plan, tensors = self._plans.get(key), None
         if plan is not None and plan.rule is not bound.rule:
             plan = None
@@ -776,13 +847,13 @@ class BaseOptimizer(Fields, Checkpoints):
             tensors = plan.current(params, list(entries))
         if plan is None or tensors is None:
             if not all(map(has_memory, params)):
-                return self._by_leaf(work, write, count, extras, made), False, []
+                return self._by_leaf(work, write, count, extras, made), False, [], None
             with uncollected(), kernel_context(params[0].device):
                 plan = self._plan(group, bound, counting, params, made, plan)
                 tensors, plan.made = plan.made, []
                 self._keep(key, plan)
         if plan.viewed:
-            grads = to_local(aligned(group, params, grads))
+            grads = to_local(aligned(partial(self.path_of, group), params, grads))
         packed, at, after, given = self._scalars(
             work, bound, plan, tensors, capturable, write, extras, made
         )
@@ -791,16 +862,17 @@ class BaseOptimizer(Fields, Checkpoints):
 
         def check() -> None:
             if any_distributed(grads):
-                aligned(group, params, grads)  # raises, because their parameters are none
+                # Raises, because their parameters are none.
+                aligned(partial(self.path_of, group), params, grads)
             for p, part, g in zip(params, step.columns.own[0], grads):
-                checks.check_grad(path_of(group, p), part, g)
+                checks.check_grad(self.path_of(group, p), part, g)
 
         launches, host = plan.launches(executor_of(group), step, check)
         host = host and plan.counts.native is not None and all(map(_on_host, packed))
         # Autograd has not seen that the local shards of these were written.
         moved = params if write and plan.viewed else []
         run = partial(plan.run, launches, tensors, step, after, moved, count)
-        return run, host, plan.holders
+        return run, host, plan.holders, plan
 
     def _scalars(
         self,
@@ -849,7 +921,7 @@ class BaseOptimizer(Fields, Checkpoints):
             if plan and plan.counts.valid:
                 return plan
         how = bound.starting_rule, group_storage(group), capturable
-        named = [(path_of(group, p), p) for p in params]
+        named = [(self.path_of(group, p), p) for p in params]
         entries = [ensure_state(self.state, made, *pair, *how) for pair in named]
         if old is not None and (plan := old.moved(params, entries)) is not None:
             return plan
@@ -904,7 +976,7 @@ class BaseOptimizer(Fields, Checkpoints):
                 raise TypeError(f"reset(params=...) got {p!r:.80}: allowed are parameters")
             group = self.group_of(p)
             capturable = group["capturable"]
-            bound, where = self.bound_of(group, [p], capturable), path_of(group, p)
+            bound, where = self.bound_of(group, [p], capturable), self.path_of(group, p)
             rule, storage = bound.starting_rule, group_storage(group)
             anew = None if rows is None else rows_of(rule, where, p, rows)
             if "step" in self.state.get(p, {}):
@@ -934,7 +1006,15 @@ class BaseOptimizer(Fields, Checkpoints):
     def lead_of(self, group: Group) -> Entry | None:
         """Return the entry whose running scalars are those of a group, if one has any."""
         params = chain.from_iterable([x["params"] for x in self._unit_of(group)])
-        return next((x for x in map(self.state.get, params) if x and "step" in x), None)
+        entries = (x for x in map(self.state.get, params) if x and "step" in x)
+        first, rule = next(entries, None), self.rule_of(group)
+        if first is None or rule.join is None:
+            return first
+        # A parameter that came from another group has that group's scalars until it steps.
+        name = rule.running._fields[0]
+        value = group.get(name)
+        same = (x for x in chain([first], entries) if _shows(x.get(name), value))
+        return next(same, first)
 
     def _running(
         self,
@@ -957,7 +1037,8 @@ class BaseOptimizer(Fields, Checkpoints):
                 raise ValueError(
                     f"a group's {names[0]}={value!r} is computed by each step, which would "
                     f"go on from {kept}: allowed is to read it. reset() begins anew, also "
-                    "after state.clear()"
+                    "after state.clear(). A parameter of another group brings that group's "
+                    "into one that has not stepped: optimizer.state.pop(p) drops it"
                 )
         return values
 
@@ -995,7 +1076,8 @@ class BaseOptimizer(Fields, Checkpoints):
             given = [*extras.get(name, {}).values()]
             coeffs = coeffs._replace(**{name: given[0] if given else rule.usual[name]})
         unit = Unit(rule, coeffs, running, [], [])
-        for p in chain.from_iterable([group["params"] for group in groups]):
+        every = list(chain.from_iterable([group["params"] for group in groups]))
+        for p in [every[i] for i in without_repeats(every)]:
             if "step" in (entry := self.state.get(p, {})):
                 entries.append(entry)
                 leaf = partial(lambda p, entry: Leaf(p, *state_in(rule, entry)), p, entry)
@@ -1045,6 +1127,14 @@ class Options(TypedDict, total=False):
     process_group: "torch.distributed.ProcessGroup | None"
 
 
+def _once(work: Work) -> Work:
+    """Return a work in which a parameter that is in the list twice is updated once."""
+    group, params, grads, batches = work
+    at = without_repeats(params)
+    its = batches and [batches[i] for i in at]
+    return group, [params[i] for i in at], [grads[i] for i in at], its
+
+
 def found_extras(
     optimizer: Any, given: Mapping[str, object], every: bool = False
 ) -> dict[str, dict[Tensor, Tensor]]:
@@ -1074,12 +1164,11 @@ def found_extras(
             )
         extras[name] = {}
         for group in [g for g, rule in zip(groups, rules) if name in rule.extras]:
-            names = group.get("param_names", group["params"])
-            for p, key in zip(group["params"], names):
+            for p in group["params"]:
                 if p.grad is not None or (every and p.requires_grad):
-                    value = rows.get(p, rows.get(key))
+                    value = rows.get(p, rows.get(optimizer.name_of(p)))
                     single = name in optimizer.rule_of(group).single
-                    where = path_of(group, p)
+                    where = optimizer.path_of(group, p)
                     extras[name][p] = _checked(name, where, p, value, single)
     return extras
 
@@ -1120,7 +1209,7 @@ def given_to(
             continue
         for p in params:
             if p not in extras.get(name, ()):
-                where = path_of(optimizer.group_of(p), p)
+                where = optimizer.path_of(optimizer.group_of(p), p)
                 raise ValueError(
                     f"nothing was given as {name} of {where}: allowed is to call "
                     f"optimizer.give({name}=...) before the backward"
@@ -1167,8 +1256,8 @@ def rounding(
 def _places(optimizer: Any, params: list[Tensor]) -> list[int]:
     """Return the places of parameters in the optimizer, by which noise is drawn."""
     every = chain.from_iterable([group["params"] for group in optimizer.param_groups])
-    places = {p: i for i, p in enumerate(every)}
-    return [places[p] for p in params]
+    places = {id(p): i for i, p in reversed([*enumerate(every)])}
+    return [places[id(p)] for p in params]
 
 
 def _is_number(x: Tensor | Noise) -> bool:
@@ -1212,7 +1301,7 @@ def finite_works(optimizer: Any, works: list[Work]) -> list[Work]:
         optimizer.skipped_steps = skipped + 1
         return []
     if scale is not None:
-        for g in grads:
+        for g in {id(g): g for g in grads}.values():  # a parameter may be there twice
             g.div_(scale)
     if not on_device:
         return works
@@ -1228,6 +1317,13 @@ def _counting(capturable: bool, microbatches: list[Microbatch]) -> tuple[bool, b
     flags = [m.finite for m in microbatches]
     on_device = capturable or any([flag is not None for flag in flags])
     return on_device, on_device and len(set(map(id, flags))) > 1
+
+
+def _shows(x: Tensor | None, value: object) -> bool:
+    """Return True if a group shows x, as itself or as a number; no device is waited for."""
+    if x is value or x is None or x.is_cuda or isinstance(value, Tensor):
+        return x is value
+    return x.item() == value
 
 
 def _number(x: Tensor) -> Scalar:
@@ -1265,6 +1361,6 @@ def with_options(function: Callable[P, T]) -> Callable[P, T]:
 _RUNS = {"auto": "compiled if a compiler is found", "kernels": "compiled"}
 # Caches, and what others attach: a scheduler of torch's replaces `step` by a bound wrapper,
 # which cannot be pickled.
-_CACHES = ("_bound", "_plans", "_has_stepped", "_idle", "_grouped", "_group_index")
+_CACHES = ("_bound", "_plans", "_has_stepped", "_idle", "_homes", "_stepped", "_names")
 _HELD = ("_versions", "holds_averages", "releases", "process_group")
 _LEFT = (*_CACHES, *_HELD, "step", "_zero_grad_profile_name", "_opt_called")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from optimi_func.classes.base import BaseOptimizer
-from optimi_func.classes.groups import Group, path_of
+from optimi_func.classes.groups import Group
 from optimi_func.core.checks import warn_user
 from optimi_func.core.codes import to
 from optimi_func.core.distributed import from_local, is_distributed, leaf_to_local, to_local
@@ -83,9 +83,9 @@ class Evaluated(BaseOptimizer):
                 entry = self.state.get(p, {})
                 if "step" in entry and entry.get(TRAIN_PARAM) is None:
                     raise RuntimeError(
-                        f"train(): state{path_of(group, p)} has no {TRAIN_PARAM!r}, which "
-                        "eval() put there, so the parameter to train is lost. Load the "
-                        "whole state, or save it in train mode"
+                        f"train(): state{self.path_of(group, p)} has no {TRAIN_PARAM!r}, "
+                        "which eval() put there, so the parameter to train is lost. Load "
+                        "the whole state, or save it in train mode"
                     )
         if names := [path for group in groups for path in self._keep_written(group)]:
             warn_user(
@@ -96,6 +96,7 @@ class Evaluated(BaseOptimizer):
         for group in groups:
             self._restore([p for p in group["params"] if "step" in self.state.get(p, {})])
             group["train_mode"] = True
+        self._versions.clear()  # else parameters that are replaced stay alive
 
     def _keep_written(self, group: Group) -> list[str]:
         """Train on from elements that were written in eval mode; return their names."""
@@ -109,7 +110,7 @@ class Evaluated(BaseOptimizer):
             near = (now - x).abs() <= 2 * torch.finfo(p.dtype).eps * (x.abs() + y.abs())
             mask = ~(near | (now == x) | now.isnan())
             if mask.any():
-                names.append(str(path_of(group, p)))
+                names.append(str(self.path_of(group, p)))
                 rule = bound.starting_rule
                 begin(rule, coeffs, p, storage, self.state[p], mask, moments=False)
                 y.copy_(torch.where(mask, now, y))

@@ -129,10 +129,15 @@ def number_defaults(factory: Callable[..., object]) -> dict[str, object]:
     return {k: x.default for k, x in parameters.items() if k not in choices}
 
 
-def normalize_group(group: Group, defaults: Mapping[str, object]) -> None:
+def normalize_group(
+    group: Group,
+    defaults: Mapping[str, object],
+    path_of: Callable[[Group, Tensor], object],
+) -> None:
     """Check types of parameters and hyperparameters, and set max_lr and dtypes.
 
     `defaults` are the hyperparameters by name, in tuples where they are several.
+    `path_of` names a parameter in errors.
     """
     params = group["params"]
     for p in () if checks.TAKEN.issuperset(map(_kind, params)) else params:
@@ -315,23 +320,8 @@ def by_pattern(
     return values
 
 
-class path_of:
-    """A parameter's name for errors, or its index in the group if it has none.
-
-    Found only when it is formatted, because the search takes time for each parameter.
-    """
-
-    def __init__(self, group: Group, p: Tensor) -> None:
-        self._group, self._p = group, p
-
-    def __str__(self) -> str:
-        index = next(i for i, q in enumerate(self._group["params"]) if q is self._p)
-        names = self._group.get("param_names")
-        return f"[{(names[index] if names else index)!r}]"
-
-
 def names_of(groups: list[Group]) -> dict[Tensor, str]:
-    """Return the name of each parameter, or its place if it has none."""
+    """Return the name of each parameter of `named_groups`, or its place if it has none."""
     names: dict[Tensor, str] = {}
     for i, group in enumerate(groups):
         places = [f"{i}.{k}" for k in range(len(group["params"]))]
@@ -350,16 +340,19 @@ def executor_of(group: Group) -> Executor:
     return "kernels" if asked else "auto"
 
 
-def aligned(group: Group, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+def aligned(
+    path_of: Callable[[Tensor], object], params: list[Tensor], grads: list[Tensor]
+) -> list[Tensor]:
     """Return gradients with the placements of their parameters, not lazily conjugated."""
     for p, g in zip(params, grads):
-        checks.check_grad(path_of(group, p), p, g)
-    placed = [redistribute_like(path_of(group, p), p, g) for p, g in zip(params, grads)]
+        checks.check_grad(path_of(p), p, g)
+    placed = [redistribute_like(path_of(p), p, g) for p, g in zip(params, grads)]
     return list(map(Tensor.resolve_conj, placed))
 
 
 def check_capture(
     group: Group,
+    path_of: Callable[[Group, Tensor], object],
     params: list[Tensor],
     states: Mapping[Tensor, Entry],
     names: Collection[str],

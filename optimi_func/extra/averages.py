@@ -31,8 +31,13 @@ class EMA:
     Averages are float32, of DTensors as shards: torch's AveragedModel has averages of the
     parameter's dtype, which in bfloat16 stand still. Call `update()` after each step.
 
+    A parameter that gets frozen keeps its average, which tends to it with each update. One
+    that is taken out of the optimizer's groups loses its average at the next update, and
+    is evaluated as it is.
+
     Args:
-        optimizer: A class of this package. Its trainable parameters are averaged.
+        optimizer: A class of this package. Its parameters are averaged from the first
+            update at which they require a gradient.
         decay: In [0, 1): how much of an average an update keeps; a number or a schedule.
         debias: Begin with p_1. False begins with the parameters of now.
 
@@ -70,15 +75,26 @@ class EMA:
         self._averages: dict[Tensor, Tensor] = {}
         self._compensations()
 
+    def _members(self) -> list[Tensor]:
+        """Return the parameters that the optimizer has now."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
     def _compensations(self) -> dict[Tensor, Any]:
-        """Return trainable parameters with their compensations; new ones get averages."""
-        optimizer, entries = self.optimizer, self.optimizer.state
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        trained = [p for p in params if p.requires_grad]
-        every = {p: entries.get(p, {}).get("kahan_comp") for p in trained}
-        new = {p: comp for p, comp in every.items() if p not in self._averages}
-        self._averages |= {p: master(p, comp) for p, comp in new.items()}
+        """Return averaged parameters with their compensations; new ones get averages.
+
+        Those that no group has any more lose theirs, and are not kept alive by it.
+        """
+        entries, before = self.optimizer.state, self._averages
+        params = [p for p in self._members() if p.requires_grad or p in before]
+        every = {p: entries.get(p, {}).get("kahan_comp") for p in params}
+        self._averages = {
+            p: before[p] if p in before else master(p, comp) for p, comp in every.items()
+        }
         return every
+
+    def _present(self) -> dict[Tensor, Tensor]:
+        """Return the averages of parameters that the optimizer has now."""
+        return {p: self._averages[p] for p in self._members() if p in self._averages}
 
     def _weights(self) -> tuple[list[Tensor], list[Tensor], list[Any]]:
         """Return parameters, and the local tensors whose sums join their averages."""
@@ -118,7 +134,7 @@ class EMA:
         Inside the model is to evaluate and to publish: its state_dict has the averages. No
         step can be taken. It takes the memory of a copy of the parameters.
         """
-        optimizer, averages = self.optimizer, dict(self._averages)
+        optimizer, averages = self.optimizer, self._present()
         optimizer.check_train_mode("EMA.applied()")
         weights = {p: p.detach().clone() for p in averages}
         try:
@@ -137,9 +153,13 @@ class EMA:
 
     @property
     def averages(self) -> dict[str, Tensor]:
-        """The averages by name, or place, of the parameter: for `functional_call`."""
-        names = names_of(self.optimizer.param_groups)
-        return {names[p]: x for p, x in self._averages.items()}
+        """The averages by name, or place, of the parameter: for `functional_call`.
+
+        Raises:
+            ValueError: A parameter without a name in a group that has names.
+        """
+        names = names_of(self.optimizer.named_groups())
+        return {names[p]: x for p, x in self._present().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return averages and counts, in tensors that torch's dcp can load into."""
@@ -152,13 +172,16 @@ class EMA:
         Raises:
             ValueError: Other names or shapes; nothing is loaded then.
         """
-        names = names_of(self.optimizer.param_groups)
-        averages = state_dict.get("averages", {})
-        shapes = {names[p]: tuple(p.shape) for p in self._averages}
+        names = names_of(self.optimizer.named_groups())
+        averages, present = state_dict.get("averages", {}), self._present()
+        # One that was frozen in the other run has an average, and here it has none yet.
+        new = [p for p in names if p not in present and names[p] in averages]
+        shapes = {names[p]: tuple(p.shape) for p in [*present, *new]}
         saved_shapes = {name: tuple(x.shape) for name, x in averages.items()}
         if shapes != saved_shapes or not {"updates", "weight"} <= {*state_dict}:
             differ = sorted(dict(shapes.items() ^ saved_shapes.items()))
             raise ValueError(f"EMA's state has other names or shapes: {differ}")
+        self._averages = present | {p: master(p, None) for p in new}
         for p, x in self._averages.items():
             x.copy_(distribute_like(x, averages[names[p]]))
         self.updates.copy_(state_dict["updates"])

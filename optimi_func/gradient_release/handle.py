@@ -391,7 +391,7 @@ class GradientRelease:
             return
         why = "and then the open accumulation cycle, in two steps: drop one of them first, "
         why = f"{why}by zero_grad() or handle.discard()"
-        for name, p in self.params.items():
+        for name, p in self._runner.held().items():
             if p.grad is not None:
                 why = why if self.accumulating else f"of {name}, which is not averaged"
                 raise RuntimeError(f"step() would apply p.grad {why}")
@@ -537,7 +537,7 @@ def measure(
     runner: Runner, model: nn.Module, loss_fn: Callable[[], Tensor]
 ) -> tuple[Tensor, list[Norm]]:
     """Return the loss and its gradients' norms; restore .grad, buffers and random state."""
-    params = list(runner.params.values())
+    params = list(runner.held().values())
     if any_distributed(params) and torch_private.has_unreduced_grads(params):
         raise RuntimeError(
             f"clip_global_norm={runner.options.clip_global_norm} after or in a backward "

@@ -89,7 +89,7 @@ class Runner:
         if options.accumulation == "states":
             self.optimizer.check_accumulates()
         if options.accumulation == "states" and options.skip_nonfinite:
-            far = [name for name, p in self.params.items() if not self._on_host(p)]
+            far = [name for name, p in self.held().items() if not self._on_host(p)]
             if far:
                 raise ValueError(
                     f"skip_nonfinite=True with accumulation='states' would have to wait "
@@ -116,6 +116,19 @@ class Runner:
                         f"DTensors, and {name} is a {type(part).__name__}"
                     )
 
+    def held(self) -> dict[str, Tensor]:
+        """Return the released parameters that are in the optimizer's groups, by name."""
+        find = self.optimizer.find_group
+        return {name: p for name, p in self.params.items() if find(p) is not None}
+
+    def check_lists(self) -> None:
+        """Raise if a parameter is in two groups; drop sums of those that are in none."""
+        self.optimizer.check_lists()
+        cycle, find = self.cycle, self.optimizer.find_group
+        for p in [p for p in {*cycle.buffer, *cycle.partially_updated} if find(p) is None]:
+            cycle.buffer.pop(p, None)
+            cycle.partially_updated.discard(p)
+
     def attach(self, model: nn.Module) -> list[RemovableHandle]:
         """Add the hooks, and return the handles that remove them."""
         del model
@@ -129,6 +142,7 @@ class Runner:
     @contextmanager
     def measuring(self) -> Generator[Backward]:
         """Make backwards inside measure their gradients and update nothing."""
+        self.check_lists()
         try:
             self._measuring = self._new_backward(last=True, grad_scale=None)
             self.finites = []
@@ -159,6 +173,7 @@ class Runner:
         with self.lock:
             if not self.cycle.is_open:
                 return
+            self.check_lists()
             grad_scale, o = None, self.options
             if o.two_pass or o.skips_steps:
                 if self.skips(norms := self._norms_of_sums()):
@@ -184,6 +199,8 @@ class Runner:
         if self.pauses:
             self.since_step = self.since_step or SinceStep()
             return  # the gradient stays in p.grad
+        if self.optimizer.find_group(p) is None:
+            return  # taken out of the groups: it stays there too, as without release
         # If this backward fails, the next one must not add to this gradient.
         p.grad = None
         with self.lock:
@@ -242,6 +259,7 @@ class Runner:
         """Raise before the first update of a backward that could not be honoured."""
         o = self.options
         self.optimizer.check_train_mode("a backward")
+        self.check_lists()
         if torch_private.in_compiled_autograd():
             raise RuntimeError(
                 "compiled autograd runs hooks inside a graph of its own: set "

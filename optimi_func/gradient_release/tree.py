@@ -85,5 +85,10 @@ class TreeOptimizer:
         del param
         return {"capturable": False}
 
+    find_group = group_of
+
+    def check_lists(self) -> None:
+        """Do nothing, because a tree stays as it is."""
+
     def check_train_mode(self, what: str) -> None:
         """Do nothing, because a tree's parameters are always those to train."""

@@ -153,7 +153,7 @@ class Mixed(Evaluated):
 
     def describe(self) -> str:
         """Return `BaseOptimizer.describe()`, and the rule and shape of each parameter."""
-        return f"{super().describe()}\n\n{listed(self.param_groups)}"
+        return f"{super().describe()}\n\n{listed(self.named_groups())}"
 
     def torch_state_dict(self) -> StateDict:
         """Return a state dict for each rule, by its name, for torch.optim's class of it.
@@ -177,34 +177,33 @@ class Mixed(Evaluated):
         strict, a parameter whose rule has changed has no entry.
         """
         rules = list(dict.fromkeys(map(rule_name, self._values)))
+        named = self.named_groups()
         if state_dict and set(state_dict) <= {*rules}:
             parts = dict(state_dict)
         else:
             if "param_groups" in state_dict:
-                state_dict = convert.with_names(state_dict, self.param_groups)
+                state_dict = convert.with_names(state_dict, named)
             if not all("rule" in group for group in state_dict.get("param_groups", ())):
                 raise ValueError(
                     "state_dict is no Mixed optimizer's: allowed are one, and a dict with "
                     f"a state_dict for each of {rules}"
                 )
             if strict:
-                self._check_rules(state_dict)
+                _check_rules(named, state_dict)
             parts = {rule: _of_rule(state_dict, rule) for rule in rules}
-        groups: list[Group] = [{} for _ in self.param_groups]
-        entries: list[list[Entry | None]] = [
-            [None] * len(g["params"]) for g in self.param_groups
-        ]
+        groups: list[Group] = [{} for _ in named]
+        entries: list[list[Entry | None]] = [[None] * len(g["params"]) for g in named]
         missing: list[str] = []
         unexpected: list[str] = []
         others: dict[object, object] = {}
         for rule in rules:
-            places = [i for i, g in enumerate(self.param_groups) if g["rule"] == rule]
-            mine = [self.param_groups[i] for i in places]
+            places = [i for i, g in enumerate(named) if g["rule"] == rule]
+            mine = [named[i] for i in places]
             saved = parts.get(rule, {"state": {}, "param_groups": []})
             ours = [name for group in mine for name in group["param_names"]]
             theirs = [n for g in saved["param_groups"] for n in g.get("param_names", ())]
-            named = all("param_names" in group for group in saved["param_groups"])
-            by_name = named and match == "names"
+            have = all("param_names" in group for group in saved["param_groups"])
+            by_name = have and match == "names"
             if not strict and by_name and not (ours and convert.same_names(ours, theirs)):
                 missing += ours
                 unexpected += theirs
@@ -219,21 +218,6 @@ class Mixed(Evaluated):
             others |= matched.others
         return Match(groups, entries, others, LoadReport(missing, unexpected))
 
-    def _check_rules(self, state_dict: StateDict) -> None:
-        """Raise if a parameter has another rule in the state dict."""
-        saved = {
-            name: group["rule"]
-            for group in state_dict["param_groups"]
-            for name in group.get("param_names", ())
-        }
-        ours = {n: g["rule"] for g in self.param_groups for n in g["param_names"]}
-        for name, theirs in convert.same_names([*ours], [*saved]).items():
-            if saved[theirs] != ours[name]:
-                raise ValueError(
-                    f"{name!r} follows {ours[name]} here and {saved[theirs]} in the state: "
-                    "with strict=False its state begins again"
-                )
-
     def functional(self) -> tuple[Partition, PartitionState]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return a pure optimizer and its state: a `partition` with a part for each group.
 
@@ -245,9 +229,9 @@ class Mixed(Evaluated):
         self.check_train_mode("functional()")
         pairs: list[tuple[Select, FunctionalOptimizer]] = []
         states: list[TreeState] = []
-        for group in self.param_groups:
+        for group, named in zip(self.param_groups, self.named_groups()):
             bound = self.bound_of(group)
-            entries = self._named_entries(group, bound.starting_rule)
+            entries = self._named_entries(named, bound.starting_rule)
             if entries:
                 pairs.append((Named(list(entries)), bound))
                 states.append(convert.as_tree(bound.rule, entries, self._first_param()))
@@ -283,6 +267,22 @@ class Mixed(Evaluated):
             entries |= loaded
             moved += moves
         self._take_over(entries, moved)
+
+
+def _check_rules(groups: list[Group], state_dict: StateDict) -> None:
+    """Raise if a parameter has another rule in the state dict."""
+    saved = {
+        name: group["rule"]
+        for group in state_dict["param_groups"]
+        for name in group.get("param_names", ())
+    }
+    ours = {n: g["rule"] for g in groups for n in g["param_names"]}
+    for name, theirs in convert.same_names([*ours], [*saved]).items():
+        if saved[theirs] != ours[name]:
+            raise ValueError(
+                f"{name!r} follows {ours[name]} here and {saved[theirs]} in the state: "
+                "with strict=False its state begins again"
+            )
 
 
 def _checked_value(value: object) -> FunctionalOptimizer:

@@ -58,7 +58,9 @@ def _as_strings(optimizer: Any, packed: StateDict) -> None:
     # That alone is to see a {}: it writes none to files, but asks for a key for each
     # option of a running optimizer.
     shared = in_distributed_checkpoint()
-    for mine, group in zip(optimizer.param_groups, packed["param_groups"]):
+    for mine, group in zip(optimizer.named_groups(), packed["param_groups"]):
+        if "param_names" in mine:
+            group["param_names"] = mine["param_names"]
         for name, x in (optimizer.lead_of(mine) or {}).items():
             if isinstance(x, Tensor) and group.get(name) is x:
                 group[name] = x.item()
@@ -122,6 +124,7 @@ class Checkpoints(Optimizer):
     _fixed: ClassVar[Group] = {}  # what the constructor sets, and no state changes
     bound_of: Callable[[Group], FunctionalOptimizer]
     group_of: Callable[[Tensor], Group]
+    named_groups: Callable[[], list[Group]]
     _factory_of: Callable[
         [Group], tuple[Callable[..., FunctionalOptimizer], tuple[str, ...]]
     ]
@@ -251,7 +254,7 @@ class Checkpoints(Optimizer):
     def _find(self, state_dict: StateDict, strict: bool, match: str) -> Match:
         """Find the saved options of each group and the saved entry of each parameter."""
         keywords = *self.keywords, *self._our_names.values()
-        arguments = state_dict, self.param_groups, strict, match, keywords
+        arguments = state_dict, self.named_groups(), strict, match, keywords
         return convert.find_entries(*arguments, counterparts_of(self))
 
     def describe(self) -> str:
@@ -371,16 +374,17 @@ class Checkpoints(Optimizer):
         several = "param_groups" not in state_dict
         states = list(state_dict.values()) if several else [state_dict]
         packed, report = self.state_dict(), Fitted({}, {}, [])
-        ours = [name for group in self.param_groups for name, _ in named_params(group)]
+        groups = self.named_groups()
+        ours = [name for group in groups for name, _ in named_params(group)]
         packed["state"], names = {}, dict[str, None]()
-        for mine, group in zip(self.param_groups, packed["param_groups"]):
+        for mine, named, group in zip(self.param_groups, groups, packed["param_groups"]):
             saved: dict[str, Entry] = {}
             for state in states:
-                state = convert.with_names(state, self.param_groups)
+                state = convert.with_names(state, groups)
                 saved |= _by_name(state, counterparts_of(self._factory_of(mine)[0]))
             names |= dict.fromkeys(saved)
             theirs, bound = convert.same_names(ours, list(saved)), self.bound_of(mine)
-            for (name, p), i in zip(named_params(mine), group["params"]):
+            for (name, p), i in zip(named_params(named), group["params"]):
                 entry = saved.get(theirs.get(name, ""), {})
                 fitted, fields = stored.fitting(bound, p, entry)
                 lacking = [x for x in bound.rule.state._fields if x not in fields]
@@ -398,12 +402,13 @@ class Checkpoints(Optimizer):
         """Return the groups and entries that a saved state becomes, checked and copied."""
         groups: list[Group] = []
         made: dict[Tensor, Entry] = {}
-        for mine, options, entries in zip(self.param_groups, match.groups, match.entries):
+        every = self.param_groups, self.named_groups(), match.groups, match.entries
+        for mine, named, options, entries in zip(*every):
             first = sum(len(group["params"]) for group in groups)
             places = list(range(first, first + len(entries)))
             fixed = self._fixed | {name: mine[name] for name in self.scheduled(mine)}
             given = self._under_keys(options)
-            group = {**mine, **given, **fixed, "params": places}
+            group = {**named, **given, **fixed, "params": places}
             check_options(mine, given)
             self._check_numbers(group)
             bound = self.bound_of(group)
@@ -423,11 +428,14 @@ class Checkpoints(Optimizer):
         groups = [g | {"train_mode": mode} if "train_mode" in g else g for g in groups]
         return groups, made
 
-    def _named_entries(self, group: Group, rule: Rule) -> dict[str, Entry]:
-        """Return the complete entries, by name, of parameters that have or get state."""
-        storage, entries = group_storage(group), dict[str, Entry]()
-        how = rule, storage, group["capturable"]
-        for name, p in named_params(group):
+    def _named_entries(self, named: Group, rule: Rule) -> dict[str, Entry]:
+        """Return the complete entries, by name, of parameters that have or get state.
+
+        `named` is one of `named_groups`.
+        """
+        storage, entries = group_storage(named), dict[str, Entry]()
+        how = rule, storage, named["capturable"]
+        for name, p in named_params(named):
             if "step" in self.state.get(p, {}) or p.requires_grad:
                 entry = ensure_state(self.state, {}, f"[{name!r}]", p, *how)
                 seed = seed_tensor(storage, p)
@@ -445,8 +453,8 @@ class Checkpoints(Optimizer):
 
         Returns the entries, and for each of `params` the parameter and its new value.
         """
-        groups = self.param_groups
-        home = {name: (group, p) for group in groups for name, p in named_params(group)}
+        groups = zip(self.param_groups, self.named_groups())
+        home = {n: (group, p) for group, named in groups for n, p in named_params(named)}
         entries = convert.from_tree(state)
         for name, x in {**entries, **params}.items():
             if name not in home:
@@ -494,9 +502,9 @@ class Checkpoints(Optimizer):
         self.check_train_mode("functional()")
         bounds: list[FunctionalOptimizer] = []
         entries: list[dict[str, dict[str, object]]] = []
-        for group in self.param_groups:
+        for group, named in zip(self.param_groups, self.named_groups()):
             bounds.append(self.bound_of(group))
-            entries.append(self._named_entries(group, bounds[-1].starting_rule))
+            entries.append(self._named_entries(named, bounds[-1].starting_rule))
         optimizer = convert.common(bounds, list(map(list, entries)))
         merged = {name: entry for part in entries for name, entry in part.items()}
         return optimizer, convert.as_tree(optimizer.rule, merged, self._first_param())

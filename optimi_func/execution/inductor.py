@@ -5,7 +5,7 @@ what a small update takes. A kernel's arguments are flat tensors that differ onl
 length, so there is nothing to check: the generated code is kept from the one compilation,
 with the order of its arguments, and is called directly.
 
-This is the only module that uses private parts of Inductor. If they are not as expected,
+Only this module and bfloat16.py use private parts of Inductor. If they are not as expected,
 `compile_flat` returns torch.compile's own function, which does the same, slower.
 """
 
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from optimi_func.execution import bfloat16
 from optimi_func.execution.cpp import SHARED_SETTINGS, native, native_key, with_vectors
 from optimi_func.execution.list_kernel import ListKernel, list_kernel_of
 from optimi_func.execution.shaped import ShapedKernel, shaped_kernel_of, store_vectors
@@ -79,26 +80,40 @@ def compile_flat(function: Kernel, example: Sequence[Tensor], row: int) -> Kerne
 
 
 def compile_list_kernel(
-    function: Kernel, example: Sequence[Tensor], shaped: bool
+    function: Kernel, example: Sequence[Tensor], shaped: bool, elementwise: bool
 ) -> ListKernel | ShapedKernel | None:
     """Compile `function` for lists of tensors on CPU; None if that is not possible.
 
     If `shaped`, tensors have shapes, and the first of the example one of different primes.
+    If `elementwise`, the function adds up no elements.
     """
 
-    def made() -> ListKernel | ShapedKernel | None:
+    def compile_with(header: dict[str, object]) -> ListKernel | ShapedKernel | None:
         # Two threads that import parts of it would wait for each other.
         import_module("torch._inductor.compile_fx")
         # The C++ compiler runs in processes of its own. Settings belong to a context.
         ahead = Thread(target=copy_context().run, args=(native,))
         if not SHARED_SETTINGS:
             ahead.start()
-        options = {"cpp.threads": 1, **_width(), **(_one_pass() if shaped else {})}
+        options = {"cpp.threads": 1, **_width(), **header}
+        options |= _one_pass() if shaped else {}
         _, code = _compile(function, example, options, store_vectors if shaped else None)
         if ahead.is_alive():
             ahead.join()
         make = shaped_kernel_of if shaped else list_kernel_of
         return None if code is None else make(*code, example)
+
+    def made() -> ListKernel | ShapedKernel | None:
+        dtypes = {x.dtype for x in example[1:]}
+        header = bfloat16.header_options(dtypes, elementwise and not shaped)
+        try:
+            return compile_with(header)
+        except Exception as error:
+            if not header or not bfloat16.is_compiler_error(error):
+                raise
+            kernel = compile_with({})  # raises if the header is not the cause
+            bfloat16.report(error)
+            return kernel
 
     native_key()  # of the settings before they are changed
     return with_vectors(made)

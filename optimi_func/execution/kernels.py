@@ -247,7 +247,8 @@ def _compile_now(
     compiled: Kernel | None = None
     if listed:
         body = with_own_code_object(noticed, key.name)
-        compiled = compile_list_kernel(body, example, bool(key.shape))
+        elementwise = key.round is None
+        compiled = compile_list_kernel(body, example, bool(key.shape), elementwise)
         if ran_eagerly:
             raise SwitchedOffError
         if key.shape and (compiled is None or not _agrees(compiled, key, run, 0)):

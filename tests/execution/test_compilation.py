@@ -550,7 +550,7 @@ def test_the_compiler_is_imported_before_a_second_thread_needs_it(monkeypatch) -
     }
     for name, stand_in in patches.items():
         monkeypatch.setattr(inductor, name, stand_in)
-    assert inductor.compile_list_kernel(lambda *_: None, [], False) is None
+    assert inductor.compile_list_kernel(lambda *_: None, [], False, True) is None
     assert said == ["torch._inductor.compile_fx", "thread", "compile"]
 
 

@@ -31,7 +31,8 @@ def _warm(made: Any, dtype: torch.dtype, options: dict[str, Any]) -> list[str]:
         found = kernels.forget()
     paths = {x: getattr(made, "made_of", ("",))[0] for x, made in found.items()}
     paths["C++ functions"] = (store.find(cpp.native_key()) or ("",))[0]
-    lost = [x for x, path in sorted(paths.items()) if not path.startswith(store.LOADED)]
+    place = str(store.folder())
+    lost = [x for x, path in sorted(paths.items()) if not path.startswith(place)]
     for x in sorted(paths):
         reason = (store.missing or {}).get(x, "compiled in each process")
         print(f"  {x}: {reason if x in lost else 'kept'}")

@@ -20,19 +20,18 @@ from contextlib import ExitStack, contextmanager, suppress
 from ctypes import CDLL
 from functools import cache
 from hashlib import sha256
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from optimi_func.core.torch_private import changed_settings
 
 VARIABLE = "OPTIMI_FUNC_CACHE"  # a folder, or "0" for no store
-LOADED = "/proc/self/fd"  # the folder of what `find` returns
 LONGEST = 1 << 26  # bytes of an entry, which has some 70 KB
 PATIENCE = 2.0  # seconds of waiting for a compiler without a word
-LOOKS, PAUSE = 6000, 0.05  # at another's lock, and the seconds between two
+LONGEST_WAIT = 300.0  # seconds for another process's lock
 OLD = 3600.0  # seconds after which a file that is no entry is a dead process's
 # Beginnings of variables that Inductor reads once, at its import, of those that it reads
 # later, and of those that name a compiler or that compilers read.
@@ -53,10 +52,9 @@ _CPU = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU ", "isa", 
 
 _log = logging.getLogger("optimi_func")
 _said: set[str] = set()
-_made_of: dict[str, dict[str, Any]] = {}  # what this process's keys are digests of
-_slashes = count(2)
 _started = time.time()
-# Why a kernel would be compiled, by its name, where nothing is to be (`warm --check`).
+# `warm --check` compiles nothing: it sets this to a dict, in which `may_compile` notes by
+# name what would be compiled, and why.
 missing: dict[str, str] | None = None
 
 
@@ -72,38 +70,37 @@ def folder() -> Path | None:
 
 
 def find(key: str) -> tuple[str, Any] | None:
-    """Load a checked copy. Return the path it is loaded as, and facts, or None.
-
-    The path is one that only this process's loader knows; there is no file any more.
-    """
-    if (entry := _current(key)) is None:
+    """Load the library of a checked entry. Return its path and facts, or None."""
+    entry = _current(key)
+    if entry is None:
         return None
+    # `keep` replaces an entry by a new file, so nothing writes to a file that is loaded.
+    # The loader reads the library at the beginning of the entry, and ignores the rest.
+    path = str(_path(key))
     try:
-        # Who cuts or copies over a loaded file stops its processes. This takes some 10 ms.
-        with open(os.memfd_create(key), "wb") as file:
-            file.write(entry[0])
-            file.flush()
-            # The loader takes a path that it knows for the library that it knows by it, and
-            # the file's number is free again as soon as somebody closes it.
-            name = f"{LOADED}{'/' * next(_slashes)}{file.fileno()}"
-            CDLL(name)  # raises if files in memory cannot be run
-        return name, entry[1]["facts"]
+        CDLL(path)  # raises where files of this folder cannot be executed
     except OSError:
         return None
+    return path, entry["facts"]
 
 
-def _current(key: str) -> tuple[bytes, dict[str, Any]] | None:
-    """Return library and facts of an entry that this machine's compiler, if any, made."""
+def _path(key: str) -> Path | None:
+    place = folder()
+    return None if place is None else place / f"{key}.so"
+
+
+def _current(key: str) -> dict[str, Any] | None:
+    """Return an entry's record if this machine's compiler, if any, made its library."""
     entry, here = _read(key), _compiler()
-    return entry if entry and (not here[1] or here == entry[1]["compiler"]) else None
+    return entry if entry and (not here[1] or here == entry["compiler"]) else None
 
 
-def _read(key: str) -> tuple[bytes, dict[str, Any]] | None:
-    """Return library and facts of an entry that is as it was written, or None."""
+def _read(key: str) -> dict[str, Any] | None:
+    """Return the record of an entry that is exactly as it was written, or None."""
     try:
-        if not key or (place := folder()) is None or not _is_own(place, os.stat(place)):
+        path = _path(key)
+        if not key or path is None or not _is_own(path.parent, os.stat(path.parent)):
             return None
-        path = place / f"{key}.so"
         # A link is refused, and a pipe would wait.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(handle, "rb") as file:
@@ -114,8 +111,8 @@ def _read(key: str) -> tuple[bytes, dict[str, Any]] | None:
         if digest != sha256(key.encode() + text).digest():
             return None
         end = -4 - int.from_bytes(text[-4:], "big")
-        facts = json.loads(text[end:-4])  # before 0.2 a list, or null
-        return (text[:end], facts) if isinstance(facts, dict) else None
+        record = json.loads(text[end:-4])  # before 0.2 a list, or null
+        return record if isinstance(record, dict) else None
     except (OSError, ValueError, RuntimeError):
         return None
 
@@ -129,8 +126,7 @@ def keep(key: str, library: str, facts: object) -> None:
             with suppress(FileNotFoundError):
                 if part.lstat().st_mtime < time.time() - OLD:  # Its writer was killed.
                     part.unlink()
-        made_by = {"compiler": _compiler(), "facts": facts}
-        words = json.dumps(_made_of.get(key, {}) | made_by).encode()
+        words = json.dumps({"compiler": _compiler(), "facts": facts}).encode()
         text = Path(library).read_bytes() + words + len(words).to_bytes(4, "big")
         handle, new = tempfile.mkstemp(dir=place, prefix=f"{key}.so.")
         try:
@@ -157,32 +153,20 @@ def _made() -> Path | None:
 def alone(key: str) -> Generator[None]:
     """Wait while another process compiles an entry, else let others wait for this one.
 
-    A process that dies lets go. Where nothing can be locked, all go on.
+    A process that dies releases its lock. Where nothing can be locked, all go on.
     """
     with ExitStack() as stack:
         with suppress(OSError, RuntimeError):
             if key and (place := _made()) and _current(key) is None:
-                _lock(place / f"{key}.so.lock", stack)
+                lock = FileLock(place / f"{key}.so.lock", LONGEST_WAIT, 0o600)
+                try:
+                    stack.enter_context(lock)
+                except Timeout:
+                    name = lock.lock_file
+                    _log.info(
+                        "%s is locked for %d s: a step is compiled", name, LONGEST_WAIT
+                    )
         yield
-
-
-def _lock(path: Path, stack: ExitStack) -> None:
-    """Hold a lock until the stack ends, unless another process had it and is done."""
-    import fcntl  # which Windows does not have
-
-    mode = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    file = stack.enter_context(open(os.open(path, mode, 0o600), "w"))
-    for _ in range(LOOKS):
-        with suppress(BlockingIOError):
-            # Unlike flock's, this lock does not live on in children of this process.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(file.fileno()).st_nlink:
-                stack.callback(path.unlink, missing_ok=True)
-            else:  # It was removed, with or without an entry. Nobody has to wait again.
-                stack.close()
-            return
-        time.sleep(PAUSE)
-    _log.info("%s is locked for %d s: a step is compiled", path, LOOKS * PAUSE)
 
 
 def _is_own(path: Path, about: os.stat_result) -> bool:
@@ -231,9 +215,7 @@ def key_of(ingredients: Mapping[str, object] | None, **more: object) -> str:
     if ingredients is None or None in more.values():
         return ""
     text = json.dumps({**ingredients, **more}, sort_keys=True, default=repr)
-    key = sha256(text.encode()).hexdigest()
-    _made_of[key] = json.loads(text)
-    return key
+    return sha256(text.encode()).hexdigest()
 
 
 def may_compile(name: str, key: str) -> bool:
@@ -242,28 +224,12 @@ def may_compile(name: str, key: str) -> bool:
     Raise if it is, and no compiler runs: importing Inductor first would take seconds.
     """
     if missing is not None:
-        missing[name] = _why_not(key)
+        missing[name] = "not in the store" if key else "compiled in each process"
         return False
     command, version, _ = _compiler()
     if not version and not os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
         raise RuntimeError(f"no C++ compiler {command!r} can be called")
     return True
-
-
-def _why_not(key: str) -> str:
-    """Return why no entry of a key is loaded: in what the nearest one differs."""
-    if not key or (place := folder()) is None:
-        return "compiled in each process"
-    here: dict[str, Any] = {**_made_of[key], "compiler": _compiler()}
-    entries = [entry[1] for path in place.glob("*.so") if (entry := _read(path.stem))]
-    found = [
-        [f"{x} {str(kept.get(x))[:60]}" for x in here if kept.get(x) != here[x]]
-        for kept in entries
-        if kept.get("name") == here["name"]
-    ]
-    if not found:
-        return "never kept"
-    return f"kept with other {', '.join(min(found, key=len) or ['results'])}"
 
 
 def _compiler() -> list[Any]:

@@ -109,7 +109,7 @@ test-all: test test-full
 # The CUDA kernels are soak, too, and have a target of their own.
 CUDA_TESTS := tests/integration/test_cuda_offline.py
 
-soak: $(STAMP)
+soak: $(STAMP) $(FRAMEWORKS)
 	$(PYTEST) -m "soak and not night" --rows $(ROWS) $(addprefix --ignore=,$(CUDA_TESTS)) $(ARGS)
 
 cuda-offline: $(STAMP) $(CUDA_OFFLINE)

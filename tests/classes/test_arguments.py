@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import CLASSES, MATRICES, NAMES
-from tiers import row
+from cases import CLASSES, MATRICES, NAMES, SOME
+from tiers import built, row
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -598,9 +598,19 @@ def test_muons_adjust_lr_fn_of_none_is_torchs() -> None:
 HOW = {"auto": {}, "eager": EAGER, "foreach": {"foreach": True}}
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("where", ["meta", "fake"])
-@pytest.mark.parametrize("name", NAMES)
+# Whether a device has memory is asked before a rule is known: by executors, in every way.
+MEMORYLESS = built(
+    [
+        row(name, where, how, id=f"{name}-{where}-{how}", tier=tier)
+        for name in NAMES
+        for where in ("meta", "fake")
+        for how in HOW
+        for tier in ["" if how == "auto" or name in SOME else "soak"]
+    ]
+)
+
+
+@pytest.mark.parametrize(("name", "where", "how"), MEMORYLESS)
 def test_steps_where_there_is_no_memory(name: str, where: str, how: str, recwarn) -> None:
     """As programs do that estimate how much there will be."""
     options = {"momentum": 0.9} if name == "sgd" else {}

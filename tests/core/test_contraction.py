@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import NAMES, SENSITIVE
-from tiers import row
+from cases import NAMES, SENSITIVE, SOME
+from tiers import built, row
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -119,14 +119,16 @@ def assert_same_movement(optimizer: Any, dtype: torch.dtype, vmap: bool = False)
         assert ((got - want).abs() <= 0.02 * want.abs()).all()
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        row(torch.bfloat16, id="torch.bfloat16"),
-        row(torch.float16, id="torch.float16", tier="full"),
-    ],
-)
-@pytest.mark.parametrize("name", NAMES)
+# What is contracted is the sum of parameter, delta and compensation, which all rules share.
+FEW = (*SOME, "sgd", "lion", "muon")
+ROWS = [
+    row(name, dtype, id=f"{name}-{dtype}", tier=later if name in FEW else "soak")
+    for name in NAMES
+    for dtype, later in ((torch.bfloat16, ""), (torch.float16, "full"))
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), built(ROWS))
 def test_steps_add_up_whatever_is_contracted(name: str, dtype: torch.dtype) -> None:
     # Moments in float32: bfloat16 ones of betas this large are a matter of their own.
     # By 0.999 its rectification would hold most of 120 steps back.

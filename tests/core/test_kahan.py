@@ -47,7 +47,7 @@ def test_thousands_of_small_decays(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_kahan_stays_closer_to_float64(name: str) -> None:
-    p, grads = problem((8, 8), steps=200)
+    p, grads = problem((8, 8))
     grads = [(g.to(torch.bfloat16)).double() for g in grads]
     start = p.to(torch.bfloat16)
     ends = {}
@@ -65,7 +65,7 @@ def test_kahan_stays_closer_to_float64(name: str) -> None:
         comp = state.leaves.kahan_comp
         ends[kind] = q.double() + (0.0 if comp is None else comp.double())
     error = {k: (v - ends["exact"]).abs().mean() for k, v in ends.items()}
-    assert error["kahan"] * 5 < error["plain"]
+    assert error["kahan"] * 50 < error["plain"]
 
 
 @pytest.mark.full

@@ -256,14 +256,14 @@ def test_the_pure_compiled_step_moves_alike(case: Case, dtype: torch.dtype) -> N
 
 
 def eager_rows() -> list[Any]:
-    """Every case in float64; of options, bfloat16 does not depend."""
+    """Every case in float64. In bfloat16 options run the same operations."""
     return built(
         [
             row(case, dtype, id=f"{case.id}-{str(dtype)[6:]}", tier=tier)
             for case in FITTING
             for dtype, tier in (
                 (torch.float64, ""),
-                (torch.bfloat16, "full" if case.options else ""),
+                (torch.bfloat16, "soak" if case.options else ""),
             )
         ]
     )

@@ -1,20 +1,23 @@
 """Other people's training loops: each ends where it ends without gradient release.
 
 Every framework wraps the optimizer, reloads its state and calls its step in its own way;
-the hooks have to outlive all of it. None of the frameworks is a dependency: its tests are
-skipped where it is not installed.
+the hooks have to outlive all of it. None of the frameworks is a dependency, and the tests
+are skipped without them. `make test-full` and `make soak` install them.
 """
 
 import importlib
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from cases import assert_moved_alike
 from scheduled import drive, start
 from sophia import Sophia
+from tiers import built, few, row
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
@@ -30,13 +33,23 @@ from optimi_func import (
 
 LR = 1e-2
 STEPS = 6
-DTYPES = [torch.float32, torch.bfloat16]
+F32, BF16 = DTYPES = [torch.float32, torch.bfloat16]
 
 # Theirs, by the modules that warn: what this package warns of stays an error.
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:::{module}")
     for module in ("transformers", "lightning", "torch.utils._pytree", "trl", "peft")
 ] + [pytest.mark.full]
+
+
+def crossed(*columns: list[Any], full: list[tuple[Any, ...]]) -> list[Any]:
+    """Return the product of columns, of which `make test-full` runs a few rows."""
+    return built(
+        [
+            row(*x, id="-".join(map(str, x)), tier="" if x in full else "soak")
+            for x in product(*columns)
+        ]
+    )
 
 
 class Recorded(AdamW):
@@ -165,9 +178,14 @@ def make_trainer(transformers, out, model, optimizer, scheduler, **options):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("recompute", "autocast"), [(False, False), (True, False), (False, True)]
+    ("dtype", "recompute", "autocast"),
+    crossed(
+        DTYPES,
+        [False, True],
+        [False, True],
+        full=[(F32, False, False), (BF16, True, False), (F32, False, True)],
+    ),
 )
 def test_transformers_trainer(
     transformers, tmp_path, dtype, recompute: bool, autocast: bool
@@ -318,7 +336,9 @@ def test_all_schedules_of_transformers_are_here(transformers) -> None:
 
 
 @pytest.mark.parametrize("release", [False, True])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    "name", few(SCHEDULES, ["linear", "reduce_lr_on_plateau"], later="soak")
+)
 def test_transformers_schedules(transformers, name: str, release: bool) -> None:
     def make(optimizer):
         return transformers.get_scheduler(name, optimizer, 4, 14, SCHEDULES[name])
@@ -548,9 +568,15 @@ def fit(lightning, out, module, data: DataLoader, checkpoint=None, **options):
     return module, trainer.optimizers[0]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("automatic", [True, False])
-@pytest.mark.parametrize("precision", [None, "bf16-mixed"])
+@pytest.mark.parametrize(
+    ("dtype", "automatic", "precision"),
+    crossed(
+        DTYPES,
+        [True, False],
+        [None, "bf16-mixed"],
+        full=[(F32, True, None), (BF16, False, None), (F32, True, "bf16-mixed")],
+    ),
+)
 def test_lightning(lightning, tmp_path, automatic: bool, dtype, precision) -> None:
     def run(release: bool):
         module = make_module(lightning, release, automatic, dtype)
@@ -616,8 +642,10 @@ def by_accelerate(accelerate, release: bool, make=make_optimizer, at=None, **opt
     return model, optimizer
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    crossed(DTYPES, ["no", "bf16"], full=[(BF16, "no"), (F32, "bf16")]),
+)
 def test_accelerate(accelerate, dtype, precision: str) -> None:
     options = {"dtype": dtype, "mixed_precision": precision}
     assert_lrs(both(partial(by_accelerate, accelerate, **options))[1])

@@ -80,10 +80,19 @@ def is_short(job: Job) -> bool:
     return job.case.id in ("adamw", "schedule_free_adamw")
 
 
+def has_turn(job: Job) -> bool:
+    """A quarter of the rules by each mode, and a quarter of the modes by each rule."""
+    ways = {job.before, job.after}
+    return (ALL.index(job.case) + sum(map(list(MODES).index, ways))) % 4 == 0
+
+
 def tier_of(job: Job) -> str:
     if is_short(job):
         return ""
-    return "full" if is_quick(job) else "soak"
+    if not is_quick(job):
+        return "soak"
+    compiled = "compiled" in job.before or "compiled" in job.after
+    return "full" if compiled or has_turn(job) else "soak"
 
 
 def rows(jobs: list[Job]) -> list[Any]:

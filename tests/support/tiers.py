@@ -46,10 +46,19 @@ def row(*values: Any, id: str, tier: str = "") -> Any:
     return pytest.param(*values, id=id, marks=getattr(pytest.mark, tier) if tier else ())
 
 
-def few(values: Iterable[Any], chosen: Collection[str], name: Any = str) -> list[Any]:
-    """Return a table of which `make test` runs the rows that are chosen by name."""
+def few(
+    values: Iterable[Any], chosen: Collection[str], name: Any = str, later: str = "full"
+) -> list[Any]:
+    """Return a table of which `make test` runs the rows that are chosen by name.
+
+    Args:
+        values: The table's values, one a row.
+        chosen: The names of the rows that `make test` runs.
+        name: Returns the name of a value.
+        later: The tier of the other rows.
+    """
     return built(
-        [row(x, id=name(x), tier="" if name(x) in chosen else "full") for x in values]
+        [row(x, id=name(x), tier="" if name(x) in chosen else later) for x in values]
     )
 
 

@@ -27,6 +27,7 @@ _Row: TypeAlias = tuple[str, float, Callable[[], tuple[Any, Any]]]
 
 _SHAPES = ((128, 64), (7, 5), (5,), (), (0,))
 _DOUBLE = torch.float64
+_DOUBLES: dict[str, Any] = {"dtype": _DOUBLE, "device": "cpu"}
 # The errors that storages may have of float64, and executors of the eager one.
 _STORED: dict[str, tuple[torch.dtype, dict[str, object], float, float]] = {
     "float64": (_DOUBLE, {}, 1e-12, 1e-9),
@@ -167,14 +168,16 @@ class _Check:
                 "check_rule extras=, a function from a step's gradients to them by name"
             )
         refuses = getattr(rule, "refuses", None) or (lambda p: None)
-        reasons = [refuses(torch.empty(x)) for x in _SHAPES]
+        how: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+        reasons = [refuses(torch.empty(x, **how)) for x in _SHAPES]
         shapes = [x for x, why in zip(_SHAPES, reasons) if why is None]
         if not shapes:
             raise ValueError(f"{cls.__name__} takes no shape: {reasons[0]}")
         source = torch.Generator().manual_seed(0)
 
         def draw(scale: float, mean: float) -> Tensors:  # values that bfloat16 has too
-            tensors = [torch.randn(x, generator=source) * scale + mean for x in shapes]
+            drawn = [torch.randn(x, generator=source, **how) for x in shapes]
+            tensors = [x * scale + mean for x in drawn]
             return [x.bfloat16().double() for x in tensors]
 
         self.start = draw(0.5, 1.0)
@@ -251,7 +254,7 @@ class _Check:
         return got, want
 
     def _members(self) -> tuple[Tensors, Tensors]:
-        lrs = self.hyper["lr"] * torch.tensor([1.0, 0.5], dtype=_DOUBLE)
+        lrs = self.hyper["lr"] * torch.tensor([1.0, 0.5], **_DOUBLES)
         many = vmap(lambda lr: self.pure(hyper={"lr": lr}))(lrs)
         each = [self.pure(hyper={"lr": lr.item()}) for lr in lrs]
         return [x[i] for i in (0, 1) for x in many], [*chain(*each)]
@@ -272,8 +275,8 @@ class _Check:
             results = self.pure([p * scales[-2] for p in start], turned, hyper)
             return torch.stack([(p * p.cos()).sum() for p in results]).sum()
 
-        ones, h = torch.ones(len(at) + 2, dtype=_DOUBLE), 1e-5
-        steps = h * torch.eye(len(ones), dtype=_DOUBLE)
+        ones, h = torch.ones(len(at) + 2, **_DOUBLES), 1e-5
+        steps = h * torch.eye(len(ones), **_DOUBLES)
         got, want = _Named(grad(end)(ones).unbind()), _Named()
         want += [(end(ones + x) - end(ones - x)) / (2 * h) for x in steps]
         names = [*[names[i] for i in at], "the parameters", "the gradients"]
@@ -291,13 +294,13 @@ class _Check:
     def _zeros(self) -> "tuple[_Named, _Named]":
         """Return steps with each hyperparameter 0, as a tensor and as a number."""
         leaves, spec, names = self._numbers()
-        ones = torch.ones(1, dtype=_DOUBLE)  # of the movement, if lr is the only number
+        ones = torch.ones(1, **_DOUBLES)  # of the movement, if lr is the only number
         got, want = _Named([ones]), _Named([ones])
         got.fields, want.fields = {}, {}
         for i, name in enumerate(names):
             hypers = [
                 pytree.tree_unflatten([*leaves[:i], zero, *leaves[i + 1 :]], spec)
-                for zero in (torch.zeros((), dtype=_DOUBLE), 0.0)
+                for zero in (torch.zeros((), **_DOUBLES), 0.0)
             ]
             try:
                 pair = [self.pure(hyper=hyper) for hyper in hypers]

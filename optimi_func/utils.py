@@ -158,7 +158,8 @@ def clip_grad_norm_(
             raise ValueError(f"norm_type={norm_type} of complex gradients: allowed is 2")
     # A message is for parameters, because another process may have no gradient of one.
     shards = [_shards(p, g) for p, g in zip(params, grads)]
-    zero = torch.zeros(1, device=params[0].device if params else None)
+    home = params[0].device if params else "cpu"
+    zero = torch.zeros(1, dtype=torch.float32, device=home)
     parts: list[Any] = to_local(grads)
     norms = norms_of([x if x is not None and x.numel() else zero for x in parts], order)
     total = norm_of_shards(list(zip(norms, shards)), order, groups)

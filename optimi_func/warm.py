@@ -23,7 +23,7 @@ def _warm(made: Any, dtype: torch.dtype, options: dict[str, Any]) -> list[str]:
     cpp.native()
     found = kernels.forget()
     for _ in range(2):  # The second time, what has been kept is loaded.
-        p = torch.nn.Parameter(torch.ones(64, 64, dtype=dtype))
+        p = torch.nn.Parameter(torch.ones(64, 64, dtype=dtype, device="cpu"))
         optimizer = made([p], **{"lr": 1e-3, "compile": True, **options})
         for _ in range(int(options.get("k", 6))):  # Ranger's k-th step has its own kernel.
             p.grad = torch.ones_like(p)

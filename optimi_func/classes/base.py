@@ -77,6 +77,7 @@ from optimi_func.core.torch_private import (
     watched_if_needed,
 )
 from optimi_func.execution.counts import write_scalar
+from optimi_func.execution.cpp import retry
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.plans import ClassPlan
 from optimi_func.execution.scalars import pack, scalars_after
@@ -239,6 +240,7 @@ class BaseOptimizer(Fields, Checkpoints):
         self.releases = []
         self._constructed = True
         self._clear_caches()
+        retry()
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; options that it does not set are those of the constructor.
@@ -376,7 +378,9 @@ class BaseOptimizer(Fields, Checkpoints):
         """Return a closure's loss as an extra, if a rule takes one."""
         if loss is None or not any(["loss" in rule.extras for rule in self.rules()]):
             return {}
-        return {"loss": torch.as_tensor(loss)}
+        if not isinstance(loss, Tensor):
+            loss = torch.tensor(loss, dtype=torch.float32, device="cpu")
+        return {"loss": loss}
 
     def init_state(self) -> None:
         """Make the state of every trainable parameter that has none.
@@ -1151,7 +1155,8 @@ def found_extras(
     params = [p for group in groups for p in group["params"]]
     extras: dict[str, dict[Tensor, Tensor]] = {}
     for name, x in given.items():
-        x = torch.tensor(x, dtype=torch.double) if isinstance(x, float) else x
+        if isinstance(x, float):
+            x = torch.tensor(x, dtype=torch.float64, device="cpu")
         rows = x
         if isinstance(x, Tensor) and x.dim() == 0:
             rows = dict.fromkeys(params, x)
@@ -1292,7 +1297,9 @@ def finite_works(optimizer: Any, works: list[Work]) -> list[Work]:
         return works
     every = [p for group in groups for p in group["params"]]
     found, scale = optimizer.found_inf, optimizer.grad_scale
-    finite = torch.ones((), dtype=torch.bool) if found is None else found.reshape(()) == 0
+    finite = torch.ones((), dtype=torch.bool, device="cpu")
+    if found is not None:
+        finite = found.reshape(()) == 0
     if optimizer.skips_steps:
         finite = finite & all_finite(grads, every, optimizer.process_group)
     on_device = any(group["capturable"] for group in groups)

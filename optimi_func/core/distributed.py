@@ -373,7 +373,11 @@ def all_finite(
     largest = norms_of(parts, math.inf)
     device = largest[0].device if largest else to_local(params)[0].device
     every = [x.to(device, torch.float64) for x in largest]
-    finite = torch.stack([*every, torch.zeros((), device=device)]).isfinite().all()
+    finite = (
+        torch.stack([*every, torch.zeros((), dtype=torch.float64, device=device)])
+        .isfinite()
+        .all()
+    )
     return everywhere(finite, params, () if copies is None else [copies])
 
 

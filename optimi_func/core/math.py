@@ -83,7 +83,7 @@ def norm(x: Tensor, **over: object) -> Tensor:
 def total_norm(norms: list[Tensor], order: float = 2) -> Tensor:
     """Return the norm of all gradients from the norm of each, as torch.nn.utils does."""
     if not norms:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     first = norms[0].device
     wide = reduce(torch.promote_types, [x.dtype for x in norms])
     return norm(torch.stack([x.to(first, wide) for x in norms]), ord=order)

@@ -130,7 +130,7 @@ def agree(holders: list[Holders], shared: Mapping[str, object], said: str = "") 
     for group, members in grouped(holders, attrgetter("group")).items():
         names = [x[:2] for x in members if x.name]
         digest, device = crc32(repr((names, shared)).encode()), members[0].device
-        mark = torch.full((1,), digest, device=device)
+        mark = torch.full((1,), digest, dtype=torch.int64, device=device)
         text = said or (
             f"other processes do not step the {len(names)} parameters that this one does, "
             f"{names[:3]}...: each needs a gradient in all that hold it, or in none"

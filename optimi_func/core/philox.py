@@ -109,7 +109,8 @@ def normals(
         of_kind = cast(list[Tensor], [tensors[i] for i in places])
         each = 4 if dtype.is_floating_point else 8  # numbers that four words make
         blocks = [-(-x.numel() // each) for x in of_kind]
-        within = torch.cat([torch.arange(n, device=device) for n in blocks])
+        counted = [torch.arange(n, dtype=torch.int64, device=device) for n in blocks]
+        within = torch.cat(counted)
         pairs = zip(places, blocks)
         which = torch.cat([torch.full_like(within[:n], i + first) for i, n in pairs])
         stream, now = seed.to(device), step.to(device)
@@ -141,7 +142,7 @@ def normal_of(
         if device.type == "meta":  # where each operation takes 1 ms
             return like.new_empty(shape)
         used += (count + 3) // 4
-        within = torch.arange(start, used, device=device)
+        within = torch.arange(start, used, dtype=torch.int64, device=device)
         which = torch.zeros_like(within) + place + _MAPS
         stream, now = _integer(seed, device), _integer(step, device)
         counter = (within, which, now & _WORD, now >> 32)

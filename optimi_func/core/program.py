@@ -274,7 +274,7 @@ def step_now(
                 if all([same_order(g, x) for x in (*own, *new)]):
                     size = slice_size(g, wide, len(made.buffers))
             # A rule with `measure` knows the number of elements.
-            known = [torch.full((), g.numel(), dtype=wide)] if sized else []
+            known = [torch.full((), g.numel(), dtype=wide, device="cpu")] if sized else []
             taken = made([g, *own], new, values, room, known, size)
             results[i] = _leaf_like(leaves[i], new), taken
     return results
@@ -314,7 +314,8 @@ def _record(kind: Kind, scalars: Scalars) -> Program:
     spec = pytree.tree_structure(scalars)
     count = kind.statics.count(None) + kind.known
     with torch.no_grad():
-        like = torch.arange(1.0, 7.0, device=kind.device).reshape(_EXAMPLE)
+        like = torch.arange(1.0, 7.0, dtype=torch.float32, device=kind.device)
+        like = like.reshape(_EXAMPLE)
         tensors = [like.to(x, copy=True) for x in kind.dtypes]
         numbers = list(torch.full((count,), 0.5, dtype=wide, device=kind.device).unbind())
     values, known = numbers[: count - kind.known], numbers[count - kind.known :]

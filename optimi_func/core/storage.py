@@ -138,7 +138,7 @@ def keeps_codes(rule: Rule) -> bool:
     """Return True if any field of a rule's state can be kept in codes."""
     # On the meta device, which takes no memory, zeros_like imports sympy for half a second.
     device = "meta" if "sympy" in sys.modules else "cpu"
-    fields = rule.init(torch.empty(128, 64, device=device), "8bit")
+    fields = rule.init(torch.empty(128, 64, dtype=torch.float32, device=device), "8bit")
     return not all(isinstance(field, Tensor) for field in fields)
 
 

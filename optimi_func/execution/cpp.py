@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from threading import Event
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -44,26 +45,58 @@ def address(x: "array[int] | array[float]") -> int:
     return x.buffer_info()[0]
 
 
+# The functions once they are loaded, else why they could not be, and whether to try again.
+_functions: list[Native] = []
+_errors: list[Exception] = []
+_again = Event()
+
+
 def loaded() -> Native | None:
     """Return the functions, if this process has compiled or loaded them before."""
-    return native() if native.cache_info().currsize else None
+    return _functions[0] if _functions else None
 
 
-@cache
 def native() -> Native | None:
-    """Compile and load the functions. Returns None if that fails."""
-    try:
-        with store.alone(native_key()):
-            entry = store.find(native_key())
-            if not entry and not store.may_compile("C++ functions", native_key()):
-                return None
-            path = entry[0] if entry else with_vectors(_compile)
-        library = ctypes.CDLL(path)
-        # Counting takes less time than releasing the GIL for it would.
-        counting = ctypes.PyDLL(path)
-        run, hold, advance = library.run_list, counting.counts_hold, counting.counts_advance
-    except Exception:
-        return None
+    """Compile and load the functions, or return None if that fails, as `failure` says.
+
+    After an error they are compiled again when a new optimizer has called `retry`.
+    """
+    if not _functions and (not _errors or _again.is_set()):
+        _again.clear()
+        _errors.clear()
+        try:
+            if (functions := _load()) is not None:
+                _functions.append(functions)
+        except Exception as error:
+            _errors.append(error)
+    return loaded()
+
+
+def failure() -> Exception | None:
+    """Return the error that left this process without the functions, or None."""
+    if _again.is_set():
+        native()
+    return next(iter(_errors), None)
+
+
+def retry() -> None:
+    """Let the next caller compile the functions again, if that has failed."""
+    if _errors:
+        store.forget_compilers()
+        _again.set()
+
+
+def _load() -> Native | None:
+    """Return the functions, or None where nothing is to be compiled (`warm --check`)."""
+    with store.alone(native_key()):
+        entry = store.find(native_key())
+        if not entry and not store.may_compile("C++ functions", native_key()):
+            return None
+        path = entry[0] if entry else with_vectors(_compile)
+    library = ctypes.CDLL(path)
+    # Counting takes less time than releasing the GIL for it would.
+    counting = ctypes.PyDLL(path)
+    run, hold, advance = library.run_list, counting.counts_hold, counting.counts_advance
     at, count, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
     run.argtypes = [at, count, at, at, at, count, count, real, count]
     hold.argtypes = advance.argtypes = [at, at, count, count]

@@ -70,10 +70,18 @@ def plan_launches(
     compiler is raised, before anything is written.
     """
     if rule.whole is not None and write:
-        launches: list[Launch] = []
+        launches, error = list[Launch](), None
         if executor in ("auto", "kernels"):
-            launches, updates = plan_shaped(rule, updates, executor == "auto")
-        return launches + plan_wholes(rule, updates, partial(plan_launches, executor))
+            launches, updates, error = plan_shaped(rule, updates, executor == "auto")
+        launches += plan_wholes(rule, updates, partial(plan_launches, executor))
+        if error is not None and "cpu" not in _uncompilable:
+            warn_user(
+                f"the map of {rule.name} could not be compiled for cpu, and runs in this "
+                f"process for one tensor after the other, several times slower "
+                f"({type(error).__name__}: {str(error)[:300]}). Choose a version of torch "
+                "that the documentation names, or compile=False"
+            )
+        return launches
     if rule.whole is not None and rule.whole_fields:
         rule = elementwise(rule, False)
     planners: dict[str, _Planner] = {"auto": _plan_auto, "kernels": _plan_kernels}
@@ -139,6 +147,8 @@ def _plan_kernels(rule: Rule, updates: list[Update], write: bool) -> list[Launch
     rounds = count_means(rule, first.scalars.scalars.rates, write)
     make = partial(_kernel, rule, first, write, around, bool(rounds))
     run, *means = [make(None), *map(make, range(len(rounds)))]
+    if around and not has_list_kernels(device):
+        return _plan_kernels(rule, updates, write)  # the C++ functions have just failed
     # It would upload its table within the capture, from memory that is freed.
     if isinstance(run, TritonListKernel) and is_capturing(device):
         run = run.single

@@ -72,16 +72,19 @@ def _guards_work(within_operation: bool) -> bool:
     tried out.
     """
 
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float32, device="cpu")
+
     def notices(change: Callable[[Tensor], Tensor]) -> bool:
-        check = _make_guards([torch.ones(2, 3, device="cpu"), torch.ones((), device="cpu")])
-        same = torch.zeros(2, 3, device="cpu"), torch.zeros((), device="cpu")
+        check = _make_guards([zeros(2, 3), zeros()])
+        same = zeros(2, 3), zeros()
         return check(*same) is True and check(change(same[0]), same[1]) is False
 
     try:
         return (
             notices(lambda x: x[:1])
             and notices(lambda x: x.view(3, 2))
-            and notices(lambda x: torch.zeros(3, 2, device="cpu").t())
+            and notices(lambda x: zeros(3, 2).t())
             and notices(Tensor.double)
             and notices(lambda x: x.to("meta"))
             and notices(torch._neg_view)

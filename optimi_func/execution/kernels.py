@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
+from optimi_func.core.checks import warn_user
 from optimi_func.core.codes import GROUP
 from optimi_func.core.leaf import (
     compute_dtype,
@@ -36,7 +37,7 @@ from optimi_func.core.rule import Rule, Scalars
 from optimi_func.core.storage import flat_leaf, leaf_of
 from optimi_func.core.torch_private import has_stance, is_switched_off
 from optimi_func.execution import store
-from optimi_func.execution.cpp import MOST, native
+from optimi_func.execution.cpp import MOST, failure, native
 from optimi_func.execution.inductor import (
     Kernel,
     compile_flat,
@@ -102,7 +103,7 @@ class KernelKey(NamedTuple):
 
 def has_list_kernels(device: torch.device) -> bool:
     """Return True if the device's kernels update a list of tensors in one call."""
-    return device.type == "cpu" and device.type not in _without_lists
+    return device.type == "cpu" and "cpu" not in _without_lists and failure() is None
 
 
 # One for each process and, on a CPU without list kernels, for each number of threads,
@@ -110,6 +111,7 @@ def has_list_kernels(device: torch.device) -> bool:
 _kernels: dict[object, tuple[str, Kernel]] = {}  # by key and threads, with a name
 # Types of devices where torch's private parts were not as list kernels expect them.
 _without_lists: set[str] = set()
+_said: set[str] = set()  # what this process was warned of
 lock = threading.RLock()
 
 
@@ -175,9 +177,7 @@ def kernel(key: KernelKey, scalars: Scalars) -> Kernel:
             "a TorchDispatchMode is active, which compiled steps cannot run under: "
             "leave it for the step, or pass compile=False"
         )
-    # Rules of one digest compute the same.
-    place = key._replace(rule=key.digest or key.rule), _threads(key)
-    if (entry := _kernels.get(place)) is None:
+    if (entry := _kernels.get(place := _place(key))) is None:
         if is_capturing(key.device):
             raise CaptureError(
                 f"a CUDA graph is being captured, and the kernel {key.name} is not "
@@ -185,8 +185,41 @@ def kernel(key: KernelKey, scalars: Scalars) -> Kernel:
             )
         with lock:
             entry = _kernels.get(place) or (key.name, _compile(key, scalars))
-            _kernels[place] = entry
+            # If list kernels turned out to be impossible, it is looked for elsewhere.
+            _kernels[_place(key)] = entry
+        if key.device.type == "cpu" and (error := failure()) is not None:
+            _warn_once(_WITHOUT.format(type(error).__name__, str(error)[:300]))
     return entry[1]
+
+
+_WITHOUT = (
+    "the C++ functions that update many tensors in one call could not be compiled ({}: "
+    "{}): a kernel is called for each tensor, which takes several times as long where a "
+    "model has many small ones, and is compiled again in each process. Free disk space, or "
+    "install a C++ compiler (g++ or clang++, on PATH or named by CXX); the next optimizer "
+    "tries again"
+)
+
+
+def _place(key: KernelKey) -> tuple[object, ...]:
+    """Return where a kernel is looked for. Rules of one digest compute the same."""
+    return key._replace(rule=key.digest or key.rule), _threads(key)
+
+
+def _warn_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        warn_user(text)
+
+
+def _warn_of_other_code(what: str) -> None:
+    """Warn that a fast way is not taken, unless the C++ functions are why."""
+    if failure() is None:
+        _warn_once(
+            f"torch {torch.__version__} generates other code than expected, or it gives "
+            f"other results: {what}, several times slower where a model has many small "
+            "ones. Choose a version of torch that the documentation names"
+        )
 
 
 def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
@@ -208,7 +241,12 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
     with kernel_context(key.device), warnings.catch_warnings():
         # As errors, torch's warnings about itself would read as a failed compilation.
         warnings.filterwarnings("ignore", module=_COMPILERS)
-        timer = Timer(store.PATIENCE, store.tell, (key.name, bool(entry)))
+        keeps = bool(entry)
+
+        def tell() -> None:
+            store.tell(key.name, keeps and failure() is None)
+
+        timer = Timer(store.PATIENCE, tell)
         timer.start()
         try:
             with store.alone(entry):
@@ -252,9 +290,12 @@ def _compile_now(
         if ran_eagerly:
             raise SwitchedOffError
         if key.shape and (compiled is None or not _agrees(compiled, key, run, 0)):
+            _warn_of_other_code(f"{key.rule.name} maps tensors one by one")
             return run  # which is no kernel
         if compiled is None and not _is_large(key):
-            _without_lists.add(key.device.type)
+            _warn_of_other_code("a kernel is called for each tensor")
+            # The C++ functions may be there for the next optimizer.
+            _without_lists.update(["cpu"] if failure() is None else [])
     if compiled is None:
         function = with_own_code_object(noticed, key.name)
         compiled = compile_flat(function, example, key.row)

@@ -254,7 +254,8 @@ def _over_shards(batch: list[Launch], found: list[Tensor], tops: int) -> list[Te
     rows: dict[int, tuple[Tensor, ShardSpec]] = {}
     for launch, means in zip(batch, found):
         lengths = torch.ones_like(means, dtype=torch.float64)
-        column = torch.tensor(launch.lengths.tolist(), device="cpu").to(lengths)
+        column = torch.tensor(launch.lengths.tolist(), dtype=torch.int64, device="cpu")
+        column = column.to(lengths)
         lengths[:, : width - tops] = column[:, None]
         own = zip(launch.places, means * lengths, launch.shards)
         rows |= {i: (row, shard) for i, row, shard in own}
@@ -376,7 +377,9 @@ class ListLaunch(Launch):
         self._pieces = len(starts)
         if self._pieces > len(lengths):
             # The user may have set another default device.
-            self._rows = torch.tensor([i for i, _ in starts], device="cpu")
+            self._rows = torch.tensor(
+                [i for i, _ in starts], dtype=torch.int64, device="cpu"
+            )
             self._shares = torch.tensor(shares, dtype=torch.float64, device="cpu")
 
     def _table(

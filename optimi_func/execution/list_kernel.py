@@ -142,7 +142,13 @@ def agree(
     trial = [
         x[:TRIAL].clone().uniform_(0.25, 0.75, generator=generator)
         if x.is_floating_point()
-        else torch.randint(1 << 16, (len(x[:TRIAL]),), generator=generator).to(x)
+        else torch.randint(
+            1 << 16,
+            (len(x[:TRIAL]),),
+            generator=generator,
+            dtype=torch.int64,
+            device="cpu",
+        ).to(x)
         for x in example
     ]
     both = [trial, [x.clone() for x in trial]]

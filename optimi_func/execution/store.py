@@ -79,9 +79,19 @@ def find(key: str) -> tuple[str, Any] | None:
     path = str(_path(key))
     try:
         CDLL(path)  # raises where files of this folder cannot be executed
-    except OSError:
+    except OSError as error:
+        _warn_once("loaded", "compiled steps in %s cannot be loaded", error)
         return None
     return path, entry["facts"]
+
+
+def _warn_once(what: str, text: str, error: Exception) -> None:
+    """Log why each process compiles, and what to do about it."""
+    if what not in _said:
+        _said.add(what)
+        advice = "each process compiles them, for some seconds a step: %s. Name a folder "
+        advice += "that works by %s, or 0 to do without"
+        _log.warning(f"{text}, so that {advice}", folder(), error, VARIABLE)
 
 
 def _path(key: str) -> Path | None:
@@ -136,9 +146,7 @@ def keep(key: str, library: str, facts: object) -> None:
         finally:
             Path(new).unlink(missing_ok=True)
     except (OSError, RuntimeError) as error:
-        if "kept" not in _said:
-            _log.info("compiled steps are not kept: %s", error)
-        _said.add("kept")
+        _warn_once("kept", "compiled steps are not kept in %s", error)
 
 
 def _made() -> Path | None:
@@ -290,6 +298,11 @@ def _processor() -> list[str]:
     with open("/proc/cpuinfo") as file:
         lines = file.read(1 << 14).split("\n\n")[0].splitlines()
     return [line for line in lines if line.startswith(_CPU)]
+
+
+def forget_compilers() -> None:
+    """Ask compilers for their versions again: one may have been missing for a moment."""
+    _version.cache_clear()
 
 
 @cache

@@ -82,5 +82,5 @@ def write_running(entries: Sequence[Mapping[str, Tensor]], new: Named) -> None:
     for name, x in new._asdict().items():
         copies = [entry[name] for entry in entries]
         if not isinstance(x, Tensor):
-            x = torch.full((), x, dtype=scalar_dtype(copies[0].device))
+            x = torch.full((), x, dtype=scalar_dtype(copies[0].device), device="cpu")
         torch._foreach_copy_(copies, [x] * len(copies))

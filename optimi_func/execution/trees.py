@@ -22,6 +22,7 @@ from optimi_func.core.philox import Noise
 from optimi_func.core.rule import Leaf, Microbatch, PyTree, Rule
 from optimi_func.core.storage import entry_of, names_in, seed_in, state_of
 from optimi_func.execution.counts import write_scalar
+from optimi_func.execution.cpp import retry
 from optimi_func.execution.executors import Executor
 from optimi_func.execution.guards import Guard
 from optimi_func.execution.kernels import kernel_context
@@ -259,6 +260,8 @@ def _step(
         results = columns.into
         if plan is None:
             tree.check(rule)
+            if plans == []:
+                retry()
         update = TreeUpdate(optimizer, tree, "kernels")
         if plan is None:
             plan, columns = update.plan(places, names, columns, True)

@@ -260,7 +260,7 @@ def _agrees(kernel: TritonListKernel, example: Sequence[Tensor]) -> bool:
     generator = torch.Generator().manual_seed(0)
 
     def made(x: Tensor, *shape: int) -> Tensor:
-        on_host = torch.rand(shape, generator=generator, device="cpu")
+        on_host = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
         return (on_host / 2 + 0.25).to(x.device, x.dtype)
 
     scalars = made(example[0], len(trials), 128)[:, : len(example[0])]

@@ -313,7 +313,9 @@ class WholeLaunch(Launch):
             return None, None
         places = [self._facts[item.place][0].place for item in batch]
         # Filled, because a CUDA graph takes no upload.
-        return 0, torch.stack([torch.full((), x, device=device) for x in places])
+        return 0, torch.stack(
+            [torch.full((), x, dtype=torch.int64, device=device) for x in places]
+        )
 
 
 def _write(old: list[Tensor], new: list[Tensor]) -> None:
@@ -365,10 +367,11 @@ class ShapedLaunch(Launch):
 
 def plan_shaped(
     rule: Rule, updates: list[Update], lenient: bool
-) -> tuple[list[Launch], list[Update]]:
+) -> tuple[list[Launch], list[Update], Exception | None]:
     """Plan updates through shaped kernels, and return the rest, which these do not take.
 
-    If `lenient`, they take none of a map that cannot be compiled.
+    If `lenient`, they take none of a map that cannot be compiled, and the error is returned
+    the first time.
     """
     groups: dict[tuple[int, KernelKey], list[Update]] = {}
     assert rule.whole is not None
@@ -384,7 +387,8 @@ def plan_shaped(
                 raise
             if not isinstance(error, CaptureError | DispatchModeError | SwitchedOffError):
                 _unshaped.add(rule.whole.digest)
-            return [], updates  # whose planner says why
+                return [], updates, error
+            return [], updates, None  # whose planner says why
         if not isinstance(run, ShapedKernel):
             continue
         first = 3 + len(rule.fields)  # after the scalars, the parameter and the gradient
@@ -392,7 +396,7 @@ def plan_shaped(
         fitting = [u for u, own in zip(batch, sizes) if run.fits(u.p.shape, own, first)]
         launches += [ShapedLaunch(rule, own, run) for own in split_twins(fitting) if own]
     places = {i for launch in launches for i in launch.places}
-    return launches, [u for u in updates if u.place not in places]
+    return launches, [u for u in updates if u.place not in places], None
 
 
 def _shaped_key(rule: Rule, u: Update) -> KernelKey:

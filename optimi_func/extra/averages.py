@@ -70,8 +70,9 @@ class EMA:
             )
         check_number("averaging decay", "decay", decay, below=1.0)
         self.optimizer, self.decay = optimizer, decay
-        self.updates = torch.zeros((), dtype=torch.float64)
-        self.weight = torch.full((), 0.0 if debias else 1.0, dtype=torch.float64)
+        self.updates = torch.zeros((), dtype=torch.float64, device="cpu")
+        first = 0.0 if debias else 1.0
+        self.weight = torch.full((), first, dtype=torch.float64, device="cpu")
         self._averages: dict[Tensor, Tensor] = {}
         self._compensations()
 

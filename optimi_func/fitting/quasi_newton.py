@@ -138,7 +138,7 @@ def remember(h: History, s: Tensor, y: Tensor, g: Tensor, at_g: Tensor) -> Histo
     """
     ys, yy, m = y.dot(s), y.dot(y), h.pairs.shape[0]
     takes = (ys > _LEAST_PRODUCT) & at_g
-    row = (torch.arange(m, device=y.device) == h.count % m) & takes
+    row = (torch.arange(m, dtype=torch.int64, device=y.device) == h.count % m) & takes
     pairs = torch.where(row[:, None, None], torch.stack([s, y]), h.pairs)
     slopes = (pairs.flatten(0, 1) @ g).unflatten(0, (m, 2))
     with_s, with_y = (slopes - h.slopes).unbind(1)

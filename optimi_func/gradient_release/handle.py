@@ -262,7 +262,8 @@ class GradientRelease:
             )
         counts = {n: int(k) for n, k in saved["skipped"].items() if n in params and int(k)}
         runner.skipped = {
-            params[n]: torch.tensor(k, device=params[n].device) for n, k in counts.items()
+            params[n]: torch.tensor(k, dtype=torch.int64, device=params[n].device)
+            for n, k in counts.items()
         }
         runner.cycle = cycle
 

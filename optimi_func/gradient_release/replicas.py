@@ -98,7 +98,7 @@ class Message:
             self._grads[i].zero_()
         # The last elements count the processes that have a parameter's gradient.
         counts = [float(i not in self.missing) for i in range(count)]
-        tail = torch.tensor(counts + self._marks, dtype=self._dtype)
+        tail = torch.tensor(counts + self._marks, dtype=self._dtype, device="cpu")
         flat[-len(tail) :].copy_(tail, non_blocking=True)
         self._work = distributed.all_reduce(flat, group=self._group, async_op=True)
 
@@ -312,7 +312,7 @@ class ReplicaRunner(Runner):
         self._ordered, params = True, list(self.params.values())
         places = {p: i for i, p in enumerate(params)}
         order = [places[p] for p in dict.fromkeys([*arrived, *reversed(params)])]
-        message = torch.tensor(order, device=params[0].device)
+        message = torch.tensor(order, dtype=torch.int64, device=params[0].device)
         distributed.broadcast(message, group=self.group, group_src=0)
         self._assign([params[i] for i in message.tolist()])
 

@@ -210,7 +210,8 @@ def _temporaries(made: BaseOptimizer, p: Tensor, device: str) -> int:
     bound = made.bound_of(group, [p], group["capturable"])
     rule_state, comp = state_in(bound.rule, entry)
     running = bound.rule.running(*[entry[x] for x in bound.rule.running._fields])
-    state = TreeState(torch.zeros(()), [LeafState(rule_state, comp, running)])
+    step = torch.zeros((), dtype=torch.float32, device="cpu")
+    state = TreeState(step, [LeafState(rule_state, comp, running)])
     with counter:
         if bound.rule.given:
             made.update([p], [g], [WHOLE_BATCH], write=True, count=True)

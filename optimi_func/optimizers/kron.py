@@ -75,7 +75,10 @@ class Kron(Body, name="kron"):
         return [(n, n) if 1 < n <= most else (n,) for n in sizes or (1,)]
 
     def init(self, p: Tensor):
-        ones = [torch.ones(n[0], device=p.device) for n in self.shapes(p.shape)]
+        ones = [
+            torch.ones(n[0], dtype=torch.float32, device=p.device)
+            for n in self.shapes(p.shape)
+        ]
         pairs = zip(ones, self.shapes(p.shape))
         first = [x if len(n) == 1 else x.diag().flatten() for x, n in pairs]
         return self.State._make((None, torch.cat(first)))

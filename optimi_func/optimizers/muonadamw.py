@@ -176,7 +176,8 @@ def MuonAdamW(  # noqa: D417
         )
     for line in str(chosen).splitlines():
         _log.info("MuonAdamW: %s", line)
-    other = torch.empty(0)  # in the place of other parts' parameters
+    # In the place of other parts' parameters.
+    other = torch.empty(0, dtype=torch.float32, device="cpu")
     pairs = [*named, *[(name, other) for name in elsewhere]]
     groups = param_groups_by_name(pairs, overrides or {})
     known = {*keywords_of(adamw), *keywords_of(muon if row_beta is None else normuon)}

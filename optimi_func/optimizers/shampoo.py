@@ -103,7 +103,9 @@ class Shampoo(SOAP, name="shampoo"):
         sides = self.sides(p.shape)[1].values()
         n = (sum(n * n for n in sides),)
         v = None if self.grafts or not sides else (0,)
-        return self.State._make((None, v, n, n, torch.ones(sum(sides) if self.kl else 0)))
+        count = sum(sides) if self.kl else 0
+        ones = torch.ones(count, dtype=torch.float32, device=p.device)
+        return self.State._make((None, v, n, n, ones))
 
     def whole(self, d: Tensor, s: Any, t: Scalar) -> Any:
         at, later, since, refreshes = self.times(t)

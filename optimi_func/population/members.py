@@ -112,7 +112,9 @@ def init(
     state = pytree.tree_map_only(Tensor, _own, start)
     for leaf in pytree.tree_leaves(state, lambda x: isinstance(x, LeafState)):
         if isinstance(leaf, LeafState) and (seed := seed_in(leaf.kahan_comp)) is not None:
-            seed += torch.arange(n, device=seed.device)  # each draws its own numbers
+            seed += torch.arange(
+                n, dtype=torch.int64, device=seed.device
+            )  # each draws its own numbers
     return Population(params, state, numbers, buffers)
 
 
@@ -243,7 +245,8 @@ def clone(tree: T, source: Sequence[int] | Tensor, into: Sequence[int] | Tensor)
     origin, target = _index("source", source, tree), _index("into", into, tree, once=True)
     if len(origin) != len(target):
         raise ValueError(f"source has {len(origin)} members, into {len(target)}")
-    places = torch.arange(place({"tree": tree}, (0,)).n, device=target.device)
+    n = place({"tree": tree}, (0,)).n
+    places = torch.arange(n, dtype=torch.int64, device=target.device)
     return select(tree, places.index_copy(0, target, origin))
 
 

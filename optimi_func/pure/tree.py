@@ -309,7 +309,9 @@ def init_tree(rule: Rule, params: PyTree, storage: Storage) -> TreeState:
 def seed_tensor(storage: Storage, p: Tensor) -> Tensor | None:
     """Return the seed of a parameter that is rounded at random, or None for others."""
     seed = seed_of(storage, p)
-    return None if seed is None else torch.tensor(seed, device=p.device)
+    if seed is None:
+        return None
+    return torch.tensor(seed, dtype=torch.int64, device=p.device)
 
 
 def running_tensors(running: N, device: torch.device) -> N:

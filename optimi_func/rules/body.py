@@ -175,7 +175,7 @@ class OwnRule(FunctionalOptimizer):
         """The rule, with the class's `init` of these hyperparameters."""
         if not hasattr(self.owner, "init"):
             return self.rule
-        numbers = resolve_tree("a number", self.numbers, torch.zeros(()))
+        numbers = resolve_tree("a number", self.numbers, _double(0.0))
         init: Any = self.rule.init
         return replace(self.rule, init=partial(init, numbers=numbers))
 
@@ -215,12 +215,12 @@ class OwnRule(FunctionalOptimizer):
         leaf_extras: list[dict[str, Any]] = [{} for _ in tree.leaves]
         for i, p in enumerate(tree.leaves if "z" in self.rule.given else ()):
             leaf_extras[i]["z"] = Noise(cast(Any, self).seed, state.step, i, p)
-        usual = {k: torch.tensor(x, dtype=torch.double) for k, x in self.rule.usual.items()}
+        usual = {k: _double(x) for k, x in self.rule.usual.items()}
         for name, extra in {**usual, **extras}.items():
             rows, at = broadcast(name, extra, tree)
             for i, p in enumerate(tree.leaves):
                 x = rows[at[i]]
-                x = torch.tensor(x, dtype=torch.double) if isinstance(x, float) else x
+                x = _double(x) if isinstance(x, float) else x
                 leaf_extras[i][name] = x
                 shapes = [(), *([] if name in self.rule.single else [tuple(p.shape)])]
                 if isinstance(x, Tensor) and tuple(x.shape) not in shapes:
@@ -367,8 +367,9 @@ class Body(BaseOptimizer, metaclass=BodyType):
         me, other = cls.bare({**usual, "_read": names}), cls.bare(usual)
         getattr(me, "State", None)
         for shape in ((2, 2, 2), (2,)) if hasattr(cls, "init") else ():
-            if not hasattr(cls, "refuses") or other.refuses(torch.empty(shape)) is None:
-                first_values(me, torch.empty(shape), init_draws(cls))
+            p = torch.empty(shape, dtype=torch.float32, device="cpu")
+            if not hasattr(cls, "refuses") or other.refuses(p) is None:
+                first_values(me, p, init_draws(cls))
         return [option.name for option in cls._own.values() if option.name in names]
 
     @classmethod
@@ -413,6 +414,10 @@ class Body(BaseOptimizer, metaclass=BodyType):
 def key_of(statics: tuple[object, ...]) -> tuple[object, ...]:
     """Return a key: 1, 1.0 and True are equal, but not the same."""
     return statics, repr(statics)
+
+
+def _double(x: float) -> Tensor:
+    return torch.tensor(x, dtype=torch.float64, device="cpu")
 
 
 def _hashable(x: Any) -> Any:

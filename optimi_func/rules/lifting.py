@@ -600,7 +600,7 @@ def check_elementwise(
     generator, wide = torch.Generator().manual_seed(0), torch.float64
     inputs = torch.rand(count, 15, generator=generator, dtype=wide, device="cpu") + 0.01
     inputs[0] -= 0.5
-    picks = torch.tensor([11, 2, 3, 7], device="cpu")
+    picks = torch.tensor([11, 2, 3, 7], dtype=torch.int64, device="cpu")
     tensors = [torch.tensor(x, dtype=wide, device="cpu") for x in scalars]
     rows = [x.clone() for x in inputs]
     results = _tried(where, graph, *rows, *scalars)

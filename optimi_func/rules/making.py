@@ -808,7 +808,8 @@ class Making:
                     fields = [getattr(state, name) for name in tried.fields]
                     read = [d.clone() for _ in tried.reads]
                     before = [x._version for x in (d, *read, *fields)]
-                    extras = dict.fromkeys(self.extras, torch.ones((), device="meta"))
+                    one = torch.ones((), dtype=torch.float32, device="meta")
+                    extras = dict.fromkeys(self.extras, one)
                     tried.map(d, tuple(read), tuple(fields), now._replace(**extras))
                     if before != [x._version for x in (d, *read, *fields)]:
                         raise TypeError(

@@ -444,7 +444,8 @@ class Checkpoints(Optimizer):
 
     def _first_param(self) -> Tensor:
         groups = self.param_groups
-        return next((p for group in groups for p in group["params"]), torch.empty(0))
+        none = torch.empty(0, dtype=torch.float32, device="cpu")
+        return next((p for group in groups for p in group["params"]), none)
 
     def _loaded_tree(
         self, state: TreeState, params: Mapping[str, Tensor]

@@ -306,9 +306,9 @@ def under_our_names(state_dict: StateDict, counterparts: Counterparts) -> StateD
             elif not counterparts.torch_counts_steps:
                 # A step was taken if the entry holds anything.
                 begun = any(x is not None for x in state[i].values())
-                state[i] = {"step": torch.ones(()), **state[i]} if begun else state[i]
+                state[i] = {"step": _ONE.clone(), **state[i]} if begun else state[i]
             elif state[i]:
-                empty = {name: torch.empty(0) for name in counterparts.unused}
+                empty = {name: _ONE.new_empty(0) for name in counterparts.unused}
                 state[i] = {**empty, **state[i]}
         if "setup" in group:
             betas = [group.pop(b) for b in ("beta1", "beta2", "beta3") if b in group]
@@ -327,14 +327,16 @@ def _from_optimi(saved: Entry, group: Group, counterparts: Counterparts) -> Entr
         for name, x in saved.items()
         if name not in no_moments and x is not None
     }
-    first = next((x for x in entry.values() if isinstance(x, Tensor)), torch.empty(0))
+    first = next((x for x in entry.values() if isinstance(x, Tensor)), _ONE)
     comp, shape = entry.get("kahan_comp"), first.shape
     if comp is not None and (not comp.is_floating_point() or comp.shape != shape):
         del entry["kahan_comp"]  # optimi's placeholder for a kernel argument
     # If optimi counts no steps, no bias correction needs them, and 1 will do.
     step = saved.get("step", group.get("step", 1))
     if entry:
-        entry["step"] = torch.as_tensor(step, dtype=torch.float32).reshape(())
+        home = step.device if isinstance(step, Tensor) else "cpu"
+        step = torch.as_tensor(step, dtype=torch.float32, device=home)
+        entry["step"] = step.reshape(())
     if "eps" in group:
         last = "beta3" if "beta3" in group else "beta2"
         pairs = (("exp_avg", "beta1"), ("exp_avg_diff", "beta2"), ("exp_avg_sq", last))
@@ -427,6 +429,9 @@ def as_torchs(
     return {**state_dict, "state": state, "param_groups": groups}
 
 
+_ONE = torch.ones((), dtype=torch.float32, device="cpu")  # a step count
+
+
 @cache
 def _fields() -> set[str]:
     """Return the fields of the package's rules: in another's entry no wrapper's."""
@@ -448,7 +453,7 @@ def checked(rule: Rule, root: str, name: object, p: Tensor, saved: Entry) -> Ent
     for key in rule.counted:
         if isinstance(entry.get(key), (int, float)):
             dtype = torch.float32 if key == "step" else torch.float64
-            entry[key] = torch.tensor(float(entry[key]), dtype=dtype)
+            entry[key] = torch.tensor(float(entry[key]), dtype=dtype, device="cpu")
     before = saved.get(TRAIN_PARAM) if rule.eval_point is not None else None
     entry.update(storage.as_counts(root, path, rule.counted, entry))
     every = entry if before is None else {**entry, TRAIN_PARAM: before}
@@ -492,7 +497,8 @@ def as_tree(rule: Rule, entries: dict[str, Entry], like: Tensor) -> TreeState:
         running = rule.running(*[entry[key] for key in rule.running._fields])
         leaves[name] = LeafState(state, comp, running_tensors(running, like.device))
     count = max(steps.values(), default=0.0)
-    return TreeState(torch.tensor(count, device=like.device), leaves)
+    step = torch.tensor(count, dtype=torch.float32, device=like.device)
+    return TreeState(step, leaves)
 
 
 def from_tree(state: TreeState) -> dict[str, Entry]:

@@ -314,7 +314,7 @@ def rows_of(rule: Rule, path: object, p: Tensor, rows: object) -> Tensor:
             f"reset(rows=...) of params{path}, which follows {rule.name}: its "
             f"{', '.join(rule.whole_fields)} are of the whole tensor. Allowed is rows=None"
         )
-    mask = torch.zeros(p.shape[:1], dtype=torch.bool)
+    mask = torch.zeros(p.shape[:1], dtype=torch.bool, device="cpu")
     try:
         index = torch.as_tensor(rows, device="cpu")
         index = index.long() if index.numel() == 0 else index

@@ -272,7 +272,9 @@ def test_what_does_not_give_the_same_is_not_used(unkept, monkeypatch) -> None:
     monkeypatch.setattr(kernels, "_without_lists", set())
     monkeypatch.setattr(kernels, "_kernels", {})
     ps, qs = params(torch.float32, [9000]), params(torch.float32, [9000])
-    train(AdamW(ps, lr=0.1), ps)
+    monkeypatch.setattr(kernels, "_said", set())
+    with pytest.warns(UserWarning, match="other code than expected.*for each tensor"):
+        train(AdamW(ps, lr=0.1), ps)
     assert kernels._without_lists == {"cpu"}
     train(AdamW(qs, lr=0.1, **EAGER), qs)
     torch.testing.assert_close(ps[0], qs[0])

@@ -41,9 +41,9 @@ def launches_of(monkeypatch: Any) -> list[Any]:
     plan = wholes.plan_shaped
 
     def noted(*args: Any) -> Any:
-        launches, rest = plan(*args)
+        launches, rest, error = plan(*args)
         found.append((sum([len(x.places) for x in launches]), len(rest)))
-        return launches, rest
+        return launches, rest, error
 
     monkeypatch.setattr("optimi_func.execution.executors.plan_shaped", noted)
     return found

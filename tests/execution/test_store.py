@@ -221,7 +221,19 @@ def test_a_folder_that_cannot_be_written_costs_only_time(
     # Nothing can be kept of each kernel of a step; it says so once.
     (said,) = caplog.records
     assert "not kept" in said.getMessage() and "No space left" in said.getMessage()
+    assert said.levelno == logging.WARNING and store.VARIABLE in said.getMessage()
     assert list(place.iterdir()) == []
+
+
+def test_what_cannot_be_loaded_is_told_once(
+    place: Path, library: str, monkeypatch: Any, caplog: Any
+) -> None:
+    """Else each process would compile for some seconds, and say that the next will not."""
+    store.keep(KEY, library, None)
+    monkeypatch.setattr(store, "CDLL", full)
+    assert store.find(KEY) is None and store.find(KEY) is None
+    (said,) = caplog.records
+    assert f"{place} cannot be loaded" in said.getMessage()
 
 
 def test_a_disk_that_is_full_leaves_no_part(
@@ -540,7 +552,7 @@ def step(**options: Any) -> torch.Tensor:
 def alone(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty store for a process that knows no kernel."""
     monkeypatch.setattr(kernels, "_kernels", {})
-    cpp.native.cache_clear()
+    monkeypatch.setattr(cpp, "_functions", [])
     return place
 
 
@@ -557,7 +569,7 @@ def test_a_step_is_loaded_and_a_broken_entry_is_made_again(alone: Path) -> None:
     assert torch.equal(step(), first) and are_loaded() == {True}
     for path in alone.glob("*.so"):
         cut(path)
-    cpp.native.cache_clear()
+    cpp._functions.clear()
     assert torch.equal(step(), first) and are_loaded() == {False}
     assert torch.equal(step(), first) and are_loaded() == {True}
     torch.testing.assert_close(step(compile=False), first)

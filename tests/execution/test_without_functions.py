@@ -1,0 +1,234 @@
+"""Steps where the C++ functions could not be compiled, as when the disk was full.
+
+Kernels are then called for each tensor. Users are told once, and the next optimizer tries
+again, because the cause may be gone.
+"""
+
+import warnings
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from tiers import row
+from torch import Tensor
+
+import optimi_func
+from optimi_func import Storage, adamw, compiled, prepare_for_gradient_release
+from optimi_func.core.rule import Scalars
+from optimi_func.execution import codecs, cpp, kernels
+from optimi_func.execution.kernels import KernelKey, has_list_kernels
+from optimi_func.execution.list_kernel import ListKernel
+
+CPU = torch.device("cpu")
+TEXT = r"C\+\+ functions .*OSError: No space left .*each tensor.*next optimizer tries again"
+
+
+class Disk:
+    """A disk that is full at first; counts how often the functions are made."""
+
+    def __init__(self) -> None:
+        self.full, self.tried, self.load = True, 0, cpp._load
+
+    def __call__(self) -> Any:
+        self.tried += 1
+        if self.full:
+            raise OSError("No space left on device")
+        return self.load()
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    """A process that has neither the functions nor a kernel."""
+    found = Disk()
+    monkeypatch.setattr(cpp, "_load", found)
+    for name, x in ("_functions", []), ("_errors", []), ("_again", Event()):
+        monkeypatch.setattr(cpp, name, x)
+    for name, x in ("_kernels", {}), ("_without_lists", set()), ("_said", set()):
+        monkeypatch.setattr(kernels, name, x)
+    return found
+
+
+@pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each kernel was compiled for lists; nothing is compiled."""
+    asked: list[bool] = []
+
+    def compile_kernel(key: KernelKey, scalars: Scalars) -> Any:
+        lists = has_list_kernels(CPU)
+        asked.append(lists and cpp.native() is not None)
+        return lambda *tensors: None
+
+    monkeypatch.setattr(kernels, "_compile", compile_kernel)
+    return asked
+
+
+def step(optimizer: Any) -> None:
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+def new(name: str = "AdamW", **options: Any) -> Any:
+    p = torch.nn.Parameter(torch.ones(9000))
+    return getattr(optimi_func, name)([p], lr=0.1, compile=True, **options)
+
+
+def test_the_next_optimizer_tries_again(disk: Disk, compiles: list[bool]) -> None:
+    first = new()
+    with pytest.warns(UserWarning, match=TEXT) as said:
+        for _ in range(3):
+            step(first)
+        step(new())  # the disk is still full
+    assert len(said) == 1 and disk.tried == 2
+    assert compiles == [False] and not has_list_kernels(CPU)
+    disk.full = False
+    step(first)
+    assert disk.tried == 2  # it goes on as it was planned
+    assert new() and disk.tried == 2  # none of its steps has needed them
+    step(new())
+    assert disk.tried == 3 and compiles == [False, True] and has_list_kernels(CPU)
+
+
+def test_compiled_steps_of_another_tree_try_again(disk: Disk, compiles: list[bool]) -> None:
+    optimizer = adamw(lr=0.1)
+
+    def take(*sizes: int) -> None:
+        ps = [torch.ones(n) for n in sizes]
+        compiled.step_(optimizer, ps, ps, optimizer.init(ps))
+
+    with pytest.warns(UserWarning, match=TEXT):
+        take(9001)
+    take(9001)
+    assert disk.tried <= 2
+    disk.full = False
+    take(9001, 9002, 9003)
+    assert compiles[0] is False and compiles[-1] is True
+
+
+def test_nothing_is_tried_where_nothing_failed(disk: Disk, compiles: list[bool]) -> None:
+    disk.full = False
+    for _ in range(3):
+        step(new())
+    assert disk.tried == 1 and compiles == [True]
+
+
+def test_codecs_are_tried_again(disk: Disk) -> None:
+    """State in 8 bits would else step eagerly for the life of the process."""
+    assert not codecs.are_exact()
+    disk.full = False
+    cpp.retry()
+    assert cpp.failure() is None and codecs.are_exact()
+
+
+def test_codecs_with_other_results_are_told(monkeypatch: Any) -> None:
+    functions = cpp.native()
+    assert functions is not None
+
+    monkeypatch.setattr(cpp, "_functions", [functions._replace(decode=lambda *args: None)])
+    monkeypatch.setattr(codecs, "_exact", {})
+    with pytest.warns(UserWarning, match="8 bits give other results.*run eagerly"):
+        assert not codecs.are_exact()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not codecs.are_exact()  # it is said once
+
+
+def test_no_later_process_is_promised_what_is_not_kept(
+    disk: Disk, monkeypatch: Any
+) -> None:
+    """The message about a compilation that takes long comes after the failure."""
+    promised: list[bool] = []
+    monkeypatch.setattr(kernels.store, "tell", lambda name, kept: promised.append(kept))
+    monkeypatch.setattr(kernels.store, "PATIENCE", 0.0)
+    monkeypatch.setattr(kernels.store, "key_of", lambda *args, **more: "key")
+    monkeypatch.setattr(kernels.store, "find", lambda key: None)
+    told = Event()
+    assert cpp.native() is None
+
+    def compile_now(*args: Any) -> Any:
+        while not promised:
+            told.wait(0.001)
+        return lambda *tensors: None
+
+    monkeypatch.setattr(kernels, "_compile_now", compile_now)
+    monkeypatch.setattr(kernels, "_compile", COMPILE)
+    with pytest.warns(UserWarning, match=TEXT):
+        step(new())
+    assert promised == [False]
+
+
+COMPILE = kernels._compile  # conftest replaces it
+
+
+def trained(
+    name: str, dtype: torch.dtype, way: str, options: dict[str, Any], kernels: bool
+) -> list[Tensor]:
+    """Return weights that were trained one way, through kernels or eagerly."""
+    torch.manual_seed(0)
+    shapes = (70, 90), (3, 5), (128, 64), (7, 1)
+    if name != "Muon":
+        shapes = (*shapes, (9000,), (5,), (1,))
+    ps = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+    if way == "pure":
+        value: Any = getattr(optimi_func, name.lower())(lr=0.1)
+        state = value.init(ps, **options)
+        for i in range(7):
+            gs = [torch.cos(p.detach() + i) for p in ps]
+            take = compiled.step if kernels else type(value).step
+            ps, state = take(value, ps, gs, state)
+        return [p.detach() for p in ps]
+    release = way == "release"
+    cls = getattr(optimi_func, name)
+    optimizer = cls(ps, lr=0.1, compile=kernels, gradient_release=release, **options)
+    model = torch.nn.ParameterList(ps)
+    if release:
+        prepare_for_gradient_release(model, optimizer)
+    for i in range(7):
+        if release:
+            sum([torch.sin(p + i).float().sum() for p in ps]).backward()
+        else:
+            for p in ps:
+                p.grad = torch.cos(p.detach() + i)
+        optimizer.step()
+    if release:
+        optimi_func.remove_gradient_release(model)
+    return [p.detach() for p in ps]
+
+
+COMPACT, EXACT = {"storage": "compact"}, {"storage": "exact"}
+EIGHT = {"storage": Storage(moments="8bit")}
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:the C")
+@pytest.mark.parametrize(
+    ("name", "dtype", "way", "options"),
+    [
+        row("AdamW", F32, "class", {}, id="adamw"),
+        row("AdamW", F32, "pure", {}, id="adamw-pure"),
+        row("AdamW", F32, "release", {}, id="adamw-release"),
+        row("AdamW", BF16, "class", {}, id="adamw-kahan"),
+        row("AdamW", BF16, "class", COMPACT, id="adamw-compact"),
+        row("AdamW", BF16, "class", EXACT, id="adamw-exact"),
+        row("AdamW", F32, "class", EIGHT, id="adamw-8bit"),
+        row("StableAdamW", F32, "class", {}, id="stableadamw"),
+        row("Ranger", F32, "class", {}, id="ranger"),
+        row("Prodigy", F32, "class", {}, id="prodigy"),
+        row("Adafactor", F32, "class", {}, id="adafactor"),
+        row("Muon", F32, "class", {}, id="muon"),
+    ],
+)
+def test_every_executor_computes_the_same(
+    name: str, dtype: torch.dtype, way: str, options: dict[str, Any], disk: Disk
+) -> None:
+    """Without the functions, movements are those of the eager step."""
+    got = trained(name, dtype, way, options, kernels=True)
+    made = [x for _, x in kernels._kernels.values()]
+    assert disk.tried and made and not any(isinstance(x, ListKernel) for x in made)
+    for x, y in zip(got, trained(name, dtype, way, options, kernels=False), strict=True):
+        # Each has moved by about 0.5.
+        assert float((x.double() - y.double()).abs().max()) <= (
+            2e-2 if dtype == BF16 else 1e-5
+        )

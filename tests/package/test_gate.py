@@ -1,7 +1,9 @@
 """The gate draws nothing at random, skips nothing unseen, and says what it took."""
 
+import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -175,7 +177,66 @@ def test_every_reason_that_is_allowed_is_used() -> None:
     assert [x for x in skips.ALLOWED if f'reason="{x}"' not in text] == []
 
 
-PARTS = """
+STUB = """#!/bin/sh
+echo "$@"
+case " $* " in *" $BROKEN "*) exit 2 ;; esac
+"""
+
+
+def checked(script: str, folder: Path, **variables: str) -> tuple[int, list[str]]:
+    """Run a script of .ci with a `make` that says its arguments, and fails at $BROKEN.
+
+    In a copy: a night begins with the removal of an environment beside it.
+    """
+    shutil.copytree(ROOT / ".ci", folder / ".ci")
+    (folder / "make").write_text(STUB)
+    (folder / "make").chmod(0o755)
+    # Stands for the browser that is looked for.
+    (folder / "chromium").symlink_to(folder / "make")
+    own = {"PATH": f"{folder}:{os.environ['PATH']}", "BROKEN": "none", **variables}
+    command = ["bash", str(folder / ".ci" / script)]
+    done = subprocess.run(command, env=own, capture_output=True, text=True)
+    return done.returncode, done.stdout.splitlines() + done.stderr.splitlines()
+
+
+PARTS = "install lint test test-full cuda-offline soak docs".split()
+
+
+def test_the_gate_says_what_its_parts_took(tmp_path: Path) -> None:
+    status, lines = checked("run", tmp_path)
+    assert status == 0
+    assert [line.split()[2:] for line in lines[-8:-1]] == [["passed", x] for x in PARTS]
+
+
+def test_a_gate_that_fails_says_so_too(tmp_path: Path) -> None:
+    status, lines = checked("run", tmp_path, BROKEN="test")
+    assert status == 1 and "test-full" not in lines
+    verdicts = [line.split()[2:] for line in lines[-4:-1]]
+    assert verdicts == [["passed", "install"], ["passed", "lint"], ["FAILED", "test"]]
+
+
+def test_a_night_goes_on_and_says_how_to_repeat_what_failed(tmp_path: Path) -> None:
+    status, lines = checked("night", tmp_path, SEED="2026-01-02", BROKEN="test")
+    assert status == 1
+    assert 'To repeat what failed: make nightly SEED=2026-01-02 PARTS="test"' in lines
+    parts = "test test-full cuda-offline soak docs-test newest-torch".split()
+    assert [line.split()[3] for line in lines[-7:-1]] == parts
+    assert sum("FAILED" in line for line in lines) == 1
+    assert all("SEED=2026-01-02" in x for x in lines if x.startswith(("test", "soak")))
+
+
+def test_a_part_of_a_night_is_repeated_alone(tmp_path: Path) -> None:
+    status, lines = checked("night", tmp_path, SEED="7", PARTS="test-full")
+    assert status == 0 and "test-full SEED=7" in lines
+    assert not any(line.startswith(("soak", "cuda-offline")) for line in lines)
+
+
+def test_a_part_that_no_night_has_is_refused(tmp_path: Path) -> None:
+    status, lines = checked("night", tmp_path, PARTS="test soaks")
+    assert status == 2 and "PARTS has soaks" in lines[-1]
+
+
+TWO_OF_THREE = """
 set -euo pipefail
 source .ci/parts
 part first true
@@ -186,7 +247,9 @@ finish
 
 
 def test_parts_go_on_after_a_failure_and_say_what_they_took() -> None:
-    done = subprocess.run(["bash", "-c", PARTS], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", TWO_OF_THREE], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 1
     *_, first, second, third, total = done.stdout.splitlines()
     assert re.fullmatch(r" +\d+ s  passed  first", first)

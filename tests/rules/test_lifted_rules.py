@@ -376,7 +376,6 @@ def test_random_rules_are_those_of_plain_torch(
 
 
 @pytest.mark.night
-@pytest.mark.filterwarnings("ignore:Generating overly large repr")
 @settings(max_examples=150, **HOW)
 @given(SOME, HYPER)
 def test_many_random_rules_are_those_of_plain_torch(

@@ -1369,5 +1369,5 @@ _RUNS = {"auto": "compiled if a compiler is found", "kernels": "compiled"}
 # Caches, and what others attach: a scheduler of torch's replaces `step` by a bound wrapper,
 # which cannot be pickled.
 _CACHES = ("_bound", "_plans", "_has_stepped", "_idle", "_homes", "_stepped", "_names")
-_HELD = ("_versions", "holds_averages", "releases", "process_group")
+_HELD = ("_masters", "_versions", "holds_averages", "releases", "process_group")
 _LEFT = (*_CACHES, *_HELD, "step", "_zero_grad_profile_name", "_opt_called")

@@ -189,6 +189,15 @@ def shown(x: object) -> str:
     return repr(x) if plain else f"a {type(x).__name__}"
 
 
+def check_source(name: str, x: object, target: Tensor) -> None:
+    """Raise unless x is a tensor whose elements can be copied to a parameter."""
+    allowed = "allowed are dense tensors with memory"
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is {shown(x)}: {allowed}")
+    if x.layout != torch.strided or (x.is_meta and not target.is_meta):
+        raise TypeError(f"{name} is {shown(x)}, {x.layout} on {x.device}: {allowed}")
+
+
 def check_no_module(params: object) -> None:
     """Raise if an optimizer is given a module in place of its parameters."""
     if isinstance(params, torch.nn.Module) and not isinstance(

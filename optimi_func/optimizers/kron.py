@@ -68,6 +68,7 @@ class Kron(Body, name="kron"):
 
     def check(self) -> None:
         check_whole("max_size_triangular", self.max_size_triangular, 1)
+        check_whole("seed", self.seed, 0)
 
     def shapes(self, sizes: torch.Size) -> list[tuple[int, ...]]:
         """Return the shapes of the Q_i."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from optimi_func.core.checks import check_flag
 from optimi_func.core.math import choose, norm, power, symmetric
 from optimi_func.core.rule import Scalar
 from optimi_func.optimizers.soap import (
@@ -93,6 +94,10 @@ class Shampoo(SOAP, name="shampoo"):
         factors: Shaped  # L of each rotated side, one after the other in a vector
         bases: Shaped  # the inverse root of each, or KL-Shampoo's eigenvectors
         eigenvalues: Shaped  # of each, KL-Shampoo's
+
+    def check(self) -> None:
+        super().check()
+        check_flag("graft", self.graft, none=True)
 
     @property
     def grafts(self) -> bool:

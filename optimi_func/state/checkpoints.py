@@ -3,14 +3,22 @@
 import inspect
 import threading
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, StateDict
 
-from optimi_func.core.checks import check_module, shown, warn
-from optimi_func.core.distributed import distribute_like
+from optimi_func.core.checks import (
+    check_flag,
+    check_module,
+    check_source,
+    shown,
+    warn,
+    warn_user,
+)
+from optimi_func.core.distributed import distribute_like, to_local
 from optimi_func.core.leaf import init_leaf
 from optimi_func.core.pairs import as_real
 from optimi_func.core.rule import Rule, Storage
@@ -28,6 +36,7 @@ from optimi_func.state.entry import (
     named_params,
     stuck_moments,
 )
+from optimi_func.state.names import Names
 
 
 class Fitted(NamedTuple):
@@ -41,12 +50,19 @@ class Fitted(NamedTuple):
 # Taken while our hooks are registered, because torch iterates over the dict of all hooks.
 _hooking = threading.RLock()
 _THEIRS = {"differentiable": False, "fused": None}
+REST = "kahan_comp"
 
 
 def counterparts_of(owner: object) -> Counterparts:
     """Return the counterparts in other libraries of a class or a pure optimizer."""
     value = getattr(owner, "factory", owner)
     return getattr(value, "counterparts", None) or Counterparts()
+
+
+def _written(p: Tensor) -> tuple[int, int]:
+    """Return what changes if somebody writes to a parameter or replaces its memory."""
+    (part,) = to_local([p])
+    return p._version, part.data_ptr()
 
 
 def _as_strings(optimizer: Any, packed: StateDict) -> None:
@@ -84,8 +100,7 @@ def _add_torchs_options(optimizer: Any, group: Group) -> set[str]:
     cls, usual = counterparts_of(optimizer).in_torch, optimizer._parameters
     if cls is None:
         return set()
-    # Of its bases too, because one sets an option of its base that it does not take.
-    theirs = {k for base in cls.__mro__[:-2] for k in inspect.signature(base).parameters}
+    theirs = convert.torchs_options(counterparts_of(optimizer))
     added = {convert.DECAY: group.get("decouple_wd", True), **_THEIRS}
     ours = {k for k in usual if k in group and k not in theirs}
     left_out = {k for k in ours if k in convert.POLICY or group[k] == usual[k].default}
@@ -121,6 +136,8 @@ class Checkpoints(Optimizer):
     # that are others, as of optimi_func.optim.
     keywords: ClassVar[tuple[str, ...]]
     _our_names: ClassVar[Mapping[str, str]] = {}
+    _parameters: ClassVar[dict[str, inspect.Parameter]]  # the constructor's
+    _names: Names
     _fixed: ClassVar[Group] = {}  # what the constructor sets, and no state changes
     bound_of: Callable[[Group], FunctionalOptimizer]
     group_of: Callable[[Tensor], Group]
@@ -132,6 +149,8 @@ class Checkpoints(Optimizer):
     init_state: Callable[[], None]
     _join_loaded: Callable[[], None]  # completes what was loaded
     holds_averages = False  # within `EMA.applied`
+    # By id of the parameter: what `_written` returned after load_master_state_dict.
+    _masters: Mapping[int, object] = MappingProxyType({})
 
     def rule_of(self, group: Group) -> Rule:
         """Return a group's rule. Raise if a hyperparameter is out of range."""
@@ -233,11 +252,15 @@ class Checkpoints(Optimizer):
         if problems := [f"{text} {names}" for text, names in lacking.items() if names]:
             raise ValueError(f"state_dict: {', and '.join(problems)}")
         for name, p in params.items():
-            shape, own_shape = (tuple(as_real(x).shape) for x in (state_dict[name], p))
+            x = state_dict[name]
+            if not isinstance(x, Tensor):
+                raise TypeError(f"state_dict[{name!r}]={x!r:.80}: allowed is a tensor")
+            shape, own_shape = (tuple(as_real(x).shape) for x in (x, p))
             if shape != own_shape:
                 raise ValueError(
                     f"state_dict[{name!r}] has shape {shape}, its parameter {own_shape}"
                 )
+            check_source(f"state_dict[{name!r}]", state_dict[name], p)
         self.init_state()
         with torch.no_grad():
             for name, p in params.items():
@@ -250,6 +273,7 @@ class Checkpoints(Optimizer):
                     for field, x in fresh._asdict().items():
                         if field in entry:
                             as_real(entry[field]).copy_(as_real(x))
+        self._masters = {id(p): _written(p) for p in params.values()}
 
     def _find(self, state_dict: StateDict, strict: bool, match: str) -> Match:
         """Find the saved options of each group and the saved entry of each parameter."""
@@ -327,17 +351,24 @@ class Checkpoints(Optimizer):
             self.state.update(made)
             self._join_loaded()
 
-        with (
-            _hooking,
-            # They run after the user's pre-hooks and before the user's post-hooks.
-            self.register_load_state_dict_pre_hook(prepare),
-            self.register_load_state_dict_post_hook(restore, prepend=True),
-        ):
-            former = [group.get("betas") for group in self.param_groups]
-            unwrapped(super().load_state_dict)(state_dict)
-        for betas, group in zip(former, self.param_groups):
-            if group.get("betas") != betas and not keep_dtypes:
-                warn(stuck_moments(group, self.bound_of(group)))
+        # The groups, the state and the names are replaced, and none of them is written to.
+        before = dict(vars(self))
+        self._names = self._names.copy()
+        former = [group.get("betas") for group in self.param_groups]
+        try:
+            with (
+                _hooking,
+                # They run after the user's pre-hooks and before the user's post-hooks.
+                self.register_load_state_dict_pre_hook(prepare),
+                self.register_load_state_dict_post_hook(restore, prepend=True),
+            ):
+                unwrapped(super().load_state_dict)(state_dict)
+            for betas, group in zip(former, self.param_groups):
+                if group.get("betas") != betas and not keep_dtypes:
+                    warn(stuck_moments(group, self.bound_of(group)))
+        except BaseException:
+            vars(self).update(before)
+            raise
         return reports[-1]
 
     def load_fitting(self, state_dict: StateDict) -> Fitted:
@@ -402,12 +433,16 @@ class Checkpoints(Optimizer):
         """Return the groups and entries that a saved state becomes, checked and copied."""
         groups: list[Group] = []
         made: dict[Tensor, Entry] = {}
+        flags = {k for k, x in self._parameters.items() if x.annotation is bool}
+        flags, lost = {*flags, "train_mode"}, list[object]()
         every = self.param_groups, self.named_groups(), match.groups, match.entries
         for mine, named, options, entries in zip(*every):
             first = sum(len(group["params"]) for group in groups)
             places = list(range(first, first + len(entries)))
             fixed = self._fixed | {name: mine[name] for name in self.scheduled(mine)}
             given = self._under_keys(options)
+            for name in flags & mine.keys() & given.keys():
+                check_flag(name, given[name])
             group = {**named, **given, **fixed, "params": places}
             check_options(mine, given)
             self._check_numbers(group)
@@ -422,11 +457,29 @@ class Checkpoints(Optimizer):
             names = group.get("param_names", places)
             load = stored.loading(rule, capturable, storage, keep_dtypes)
             for name, p, saved in zip(names, mine["params"], entries):
+                if self._lacks_rest(p, saved):
+                    if not keep_dtypes and self._masters.get(id(p)) == _written(p):
+                        saved = stored.with_rest(rule, p, saved, self.state[p])
+                    elif any(map(bool, map(Tensor.any, to_local([self.state[p][REST]])))):
+                        lost.append(name)
                 if saved is not None:
                     made[p] = load(name, p, saved)
+        if lost:
+            warn_user(
+                f"the state has no 'kahan_comp' of {len(lost)} parameters "
+                f"({lost[0]}, ...): their weights now end with the bits of their dtype. "
+                "That is right if the weights were loaded too. Otherwise call "
+                "load_master_state_dict(model, masters) after load_state_dict, with "
+                "masters = master_state_dict(model) from before"
+            )
         mode = all(group.get("train_mode", True) for group in groups)
         groups = [g | {"train_mode": mode} if "train_mode" in g else g for g in groups]
         return groups, made
+
+    def _lacks_rest(self, p: Tensor, saved: object) -> bool:
+        """Return True if a saved entry lacks the compensation that p has now."""
+        lacks = saved is None or (isinstance(saved, dict) and saved.get(REST) is None)
+        return lacks and isinstance(self.state.get(p, {}).get(REST), Tensor)
 
     def _named_entries(self, named: Group, rule: Rule) -> dict[str, Entry]:
         """Return the complete entries, by name, of parameters that have or get state.
@@ -460,6 +513,8 @@ class Checkpoints(Optimizer):
         for name, x in {**entries, **params}.items():
             if name not in home:
                 raise ValueError(f"{name!r} is no parameter: allowed are {list(home)}")
+            if name in params:
+                check_source(f"params[{name!r}]", params[name], home[name][1])
             if isinstance(x, Tensor) and x.shape != home[name][1].shape:
                 raise ValueError(
                     f"params[{name!r}] has shape {tuple(x.shape)}, its parameter "

@@ -284,13 +284,24 @@ def renamed(options: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, A
     return {names.get(name, name): x for name, x in options.items()}
 
 
+def torchs_options(counterparts: Counterparts) -> set[str]:
+    """Return the arguments of torch.optim's class, or nothing if it has none."""
+    cls = counterparts.in_torch
+    # Of its bases too, because one sets an option of its base that it does not take.
+    bases = () if cls is None else cls.__mro__[:-2]
+    return {k for base in bases for k in inspect.signature(base).parameters}
+
+
 def under_our_names(state_dict: StateDict, counterparts: Counterparts) -> StateDict:
     """Convert groups and entries of other libraries to our names and values."""
-    state = dict(state_dict["state"])
+    state, theirs = dict(state_dict["state"]), torchs_options(counterparts)
     groups: list[Group] = []
     for group in state_dict["param_groups"]:
         group = {**group, **counterparts.our_options(group)}
-        group = {k: x for k, x in group.items() if not isinstance(x, dict) or x}
+        # torch.distributed.checkpoint's {} stands for an option that is at its default.
+        empty = {k for k, x in group.items() if isinstance(x, dict) and not x}
+        left_out = {k for k in empty if k in POLICY or (theirs and k not in theirs)}
+        group = {k: x for k, x in group.items() if k not in left_out}
         group = renamed(group, counterparts.torch_names)
         if DECAY in group or "decouple_lr" in group:
             # Ours and optimi's groups without either name always decouple decay.

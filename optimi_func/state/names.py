@@ -45,6 +45,12 @@ class Names:
         self._pairs: dict[int, tuple[Tensor, str]] = {}
         self._every: set[str] = set()  # all names that were ever given
 
+    def copy(self) -> "Names":
+        """Return the same names in an object of its own."""
+        other = Names()
+        other._pairs, other._every = dict(self._pairs), {*self._every}
+        return other
+
     def remember(self, groups: list[Group]) -> None:
         """Remember the names in "param_names", which are in the order of the parameters."""
         for group in groups:

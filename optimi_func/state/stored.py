@@ -130,7 +130,10 @@ def fresh_like(rule: Rule, p: Tensor, storage: Storage) -> Leaf:
     """Return a leaf with fresh state without memory, which is not written to."""
     odd = not is_plain(p) or p.layout != torch.strided
     if odd or any_torch_dispatch_mode_on_stack():
-        return init_leaf(rule, torch.empty_like(p, device="meta"), storage)
+        # `empty_like` is dense, and state in codes is only for parameters that are.
+        dense = p.layout != torch.strided or codes.is_dense(p)
+        like = torch.empty_like(p, device="meta") if dense else p.detach()
+        return init_leaf(rule, like, storage)
     return _fresh_like(rule, tuple(p.shape), p.stride(), p.dtype, storage)
 
 
@@ -144,7 +147,7 @@ def _fresh_like(
     storage: Storage,
 ) -> Leaf:
     p = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    return init_leaf(rule, torch.empty_like(p), storage)
+    return init_leaf(rule, p, storage)
 
 
 def has_codes(rule: Rule, entry: Entry) -> bool:
@@ -251,10 +254,17 @@ def fitting(bound: FunctionalOptimizer, p: Tensor, saved: Entry) -> tuple[Entry,
         entry = {"step": entry.get("step", 0.0), **entry} if names else entry
     comp = {"kahan_comp": entry["kahan_comp"]} if "kahan_comp" in entry else {}
     if not names:
-        running = rule.running()._asdict()
-        return {**fresh, **comp, **running, "step": 0.0} if comp else {}, []
+        return with_rest(rule, p, None, comp) if comp else {}, []
     values = {name: entry[name] for name in (*names, *rule.counted)}
     return {**fresh, **comp, **values}, names
+
+
+def with_rest(rule: Rule, p: Tensor, saved: Entry | None, current: Entry) -> Entry:
+    """Return a saved entry, or that of a parameter without steps, with a compensation."""
+    if not saved:
+        fresh = entry_of(init_leaf(rule, p.detach(), Storage("plain")).state, None)
+        saved = {**fresh, **rule.running()._asdict(), "step": 0.0}
+    return {**saved, "kahan_comp": current["kahan_comp"]}
 
 
 def _is_steady(bound: FunctionalOptimizer) -> bool:

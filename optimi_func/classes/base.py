@@ -749,7 +749,7 @@ class BaseOptimizer(Fields, Checkpoints):
         bound = make(**renamed(dict(zip(keywords, numbers)), self._our_names))
         # Tensors and numpy's arrays have this.
         objects = () if plain else flat
-        mutable = any([isinstance(x, list) or hasattr(x, "__array__") for x in objects])
+        mutable = any([type(x) in (list, dict) or hasattr(x, "__array__") for x in objects])
         self._bound[id(group)] = None if mutable else inputs, bound
         return bound
 

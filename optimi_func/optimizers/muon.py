@@ -12,6 +12,7 @@ from torch import Tensor
 from optimi_func.classes.fields import FloatOrNone
 from optimi_func.core import storage
 from optimi_func.core.checks import is_on
+from optimi_func.core.layout import GivenSplit, Layout, as_layout, sides
 from optimi_func.core.math import is_differentiated, iterated_in, norm, product, symmetric
 from optimi_func.core.rule import Scalar
 from optimi_func.rules import (
@@ -28,9 +29,6 @@ from optimi_func.rules import (
 from optimi_func.state.convert import Counterparts, Group
 
 Triple: TypeAlias = tuple[float, float, float]
-# Rows of a matrix that are matrices of their own: the number of parts, or rows of each.
-Split: TypeAlias = int | tuple[int, ...] | None
-GivenSplit: TypeAlias = int | tuple[int, ...] | list[int] | None
 # One triple for all iterations, one for each, or the name of a table.
 Coefficients: TypeAlias = str | Sequence[float] | Sequence[Sequence[float]]
 
@@ -118,19 +116,6 @@ def as_dtype(x: torch.dtype | str | None) -> torch.dtype | None:
     return dtype
 
 
-def as_split(x: GivenSplit) -> Split:
-    """Return the checked option split."""
-    if x is None:
-        return None
-    sizes = x if isinstance(x, tuple | list) else (x,)
-    if not sizes or not all(type(y) is int and y > 0 for y in sizes):
-        raise ValueError(
-            f"Invalid split: split={x!r}: allowed are a number of equal parts, a list of "
-            "the rows of each, and None"
-        )
-    return tuple(sizes) if isinstance(x, tuple | list) else x
-
-
 def torchs_options(group: Group) -> Group:
     """Return a group's options as torch.optim.Muon's; raise if it lacks one."""
     table = as_table(group["ns_coefficients"], group["ns_steps"])
@@ -140,6 +125,7 @@ def torchs_options(group: Group) -> Group:
         "element_beta": group["element_beta"] is not None,
         "hyperball": group["hyperball"],
         "split": bool(group["split"]),
+        "transposed": group["transposed"],
         "maximize": group["maximize"],
     }
     for name, unknown in refused.items():
@@ -182,8 +168,15 @@ class Muon(Body, name="muon"):
         ns_dtype: Dtype of the iteration. None: bfloat16, but float32 on a CPU without
             AVX512_BF16, and float64 if the arithmetic is; `describe()` says which. A step
             that is differentiated takes at least float32.
-        split: Parts of a matrix's rows that are matrices of their own, for example query,
-            key and value: a number of equal parts, or a list of each part's rows.
+        split: Parts of a matrix that are matrices of their own, for example query, key and
+            value. A number of equal parts, or a list with the rows of each part, cuts
+            between rows. {"columns": 12} cuts between columns, as {"rows": 3} between rows;
+            12 heads of an output projection are such columns. {"rows": 3, "repeats": 12} is
+            for rows in which the 3 parts alternate 12 times, as query, key and value of
+            each head in GPT-NeoX; a part has its rows of all repeats.
+        transposed: The parameters are stored as (inputs, outputs), as those of
+            transformers' Conv1D. They are mapped as their transposes: rows are outputs in
+            s, in split and everywhere else.
         element_beta: AdaMuon's share of v kept, in [0, 1). X is made of the signs of N, v
             averages X^2, and the step is X / sqrt(v) with the norm of an orthogonal matrix.
             v is float32 at least. None: no v.
@@ -227,6 +220,7 @@ class Muon(Body, name="muon"):
     _: KW_ONLY
     ns_dtype: torch.dtype | str | None = None
     split: Field[GivenSplit, GivenSplit] = Field(None, GivenSplit, GivenSplit)
+    transposed: bool = False
     element_beta: FloatOrNone = FloatOrNone(
         None, "element beta", type(None), argument=float | None, below=1.0
     )
@@ -258,9 +252,14 @@ class Muon(Body, name="muon"):
         return as_dtype(self.ns_dtype)
 
     @choice
-    def parts(self) -> Split:
-        """The checked option split."""
-        return as_split(self.split)
+    def layout(self) -> Layout:
+        """Which matrices a parameter consists of."""
+        return as_layout(self.split, self.transposed)
+
+    @property
+    def layout_of_squares(self) -> Layout:
+        """Which parts of the average of squares belong to these matrices."""
+        return self.layout
 
     def check(self) -> None:
         check_options(self)
@@ -289,7 +288,7 @@ class Muon(Body, name="muon"):
 
     def on_sphere(self, d: Tensor, s: Any, x: Tensor | None, lr: Scalar) -> Any:
         """Return the direction, and the state if it has averages of squares."""
-        squares = self.matrices(s[1]) if len(s) > 1 else repeat(None)
+        squares = self.layout_of_squares.matrices(s[1]) if len(s) > 1 else repeat(None)
         points = repeat(None) if x is None else self.matrices(x)
         moves: list[Tensor] = []
         averages: list[Tensor] = []
@@ -297,10 +296,11 @@ class Muon(Body, name="muon"):
             move, v = self.scaled(y, v)
             moves.append(move if w is None else on_sphere(move, w, rounded(lr, w)))
             averages += [] if v is None else [v]
-        move = joined(moves, d)
+        move = self.joined(moves, d)
         if not averages:
             return move
-        return move, s._replace(second_momentum_buffer=joined(averages, s[1]))
+        squares = self.layout_of_squares.joined(averages, s[1])
+        return move, s._replace(second_momentum_buffer=squares)
 
     def scaled(self, y: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the update of N, and the new average of squares if there is one."""
@@ -316,13 +316,10 @@ class Muon(Body, name="muon"):
         return o * scale, v
 
     def matrices(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the matrices, or stacks of matrices, of a tensor."""
-        x = x.flatten(1) if x.dim() > 3 else x
-        if self.parts is None:
-            return (x,)
-        if isinstance(self.parts, int):
-            return (x.unflatten(-2, (self.parts, -1)),)
-        return x.split(self.parts, -2)
+        return self.layout.matrices(x)
+
+    def joined(self, parts: list[Tensor], like: Tensor) -> Tensor:
+        return self.layout.joined(parts, like)
 
     def orthogonalized(self, x: Tensor, scale: float = 1.0) -> Tensor:
         """Return scale U f(S) V^T of each matrix U S V^T; f makes S about 1."""
@@ -357,12 +354,7 @@ class Muon(Body, name="muon"):
                 "Muon takes matrices, stacks of them and convolutions. Give vectors and "
                 "scalars to another optimizer, as optimi_func.Mixed does"
             )
-        split, rows = self.parts, p.shape[0] if p.dim() > 3 else p.shape[-2]
-        if isinstance(split, int) and rows % split:
-            return f"split={split} does not divide its {rows} rows"
-        if isinstance(split, tuple) and sum(split) != rows:
-            return f"split={split} adds up to {sum(split)}, not to its {rows} rows"
-        return None
+        return self.layout.refuses(*sides(p.shape, self.transposed))
 
 
 def check_options(given: Muon) -> None:
@@ -410,11 +402,6 @@ def on_sphere(u: Tensor, w: Tensor, lr: Scalar) -> Tensor:
     longer = lr * (length / length.clamp_min(tiny)) - 2 * cosine
     square = 1 + lr * longer
     return longer / (square + root(square)) * w + radius / root(square) * u
-
-
-def joined(parts: list[Tensor], like: Tensor) -> Tensor:
-    """Return the tensor of these matrices."""
-    return (torch.cat(parts, -2) if len(parts) > 1 else parts[0]).reshape(like.shape)
 
 
 State, WithSquares = Muon.Momentum, Muon.WithSquares  # names to pickle them by

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from optimi_func.classes.base import Options, with_options
 from optimi_func.classes.groups import by_pattern, param_groups_by_name
 from optimi_func.core.checks import check_number
+from optimi_func.core.layout import as_layout, sides
 from optimi_func.core.lists import grouped
 from optimi_func.optimizers.adam import adamw
 from optimi_func.optimizers.mixed import Mixed, Named, keywords_of
@@ -28,6 +29,8 @@ _log = logging.getLogger("optimi_func")
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 HIDDEN, EMBEDDED = "hidden matrices", "embeddings"
+TRANSPOSED = "hidden matrices stored as (inputs, outputs)"
+MATRICES = (HIDDEN, TRANSPOSED)
 # Weights of three dimensions that are no stacks of matrices.
 _CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d)
 # Last words of the names of output layers, and of those that are children of the model.
@@ -53,6 +56,7 @@ def MuonAdamW(  # noqa: D417
     overrides: Mapping[str, Mapping[str, object]] | None = None,
     exclude: str | Iterable[str] = (),
     include: str | Iterable[str] = (),
+    transposed: str | Iterable[str] = (),
     hidden: "HiddenMatrices | None" = None,
     momentum: Number = 0.95,
     nesterov: bool = True,
@@ -101,6 +105,8 @@ def MuonAdamW(  # noqa: D417
             of Muon or AdamW, whichever takes the parameter: see `param_groups_by_name`.
         exclude: Names or patterns of parameters that AdamW takes: see `hidden_matrices`.
         include: Names or patterns of parameters that Muon takes.
+        transposed: Names or patterns of matrices that are stored as (inputs, outputs):
+            see `hidden_matrices`, which finds transformers' Conv1D itself.
         hidden: The choice that `hidden_matrices` has made of the whole model, on the meta
             device too, if this one is a part of it, as a pipeline stage. Patterns may
             select parameters of other parts then.
@@ -110,7 +116,8 @@ def MuonAdamW(  # noqa: D417
         ns_steps: Muon's.
         adjust_lr_fn: Muon's.
         ns_dtype: Muon's.
-        split: Muon's, by name or pattern, as {"*.qkv.weight": 3}.
+        split: Muon's, by name or pattern, as {"*.qkv.weight": 3, "*.o_proj.weight":
+            {"columns": 12}}. Rows are outputs, also if stored as (inputs, outputs).
         element_beta: Muon's: AdaMuon.
         hyperball: Muon's. Hidden matrices do not decay then, and lr is a share of their
             norms, so that AdamW needs an adamw_lr.
@@ -122,10 +129,12 @@ def MuonAdamW(  # noqa: D417
     The other arguments are those of every optimizer: see `BaseOptimizer`. Muon refuses
     cautious=True.
 
+    If there is no hidden matrix to train, as in the first stage of a fine-tuning that
+    trains the head alone, AdamW updates everything, and the log says so as a warning.
+
     Raises:
         TypeError: model is missing, or is no module.
-        ValueError: A hyperparameter out of its range, a pattern that selects nothing, or a
-            model without hidden matrices.
+        ValueError: A hyperparameter out of its range, or a pattern that selects nothing.
 
     >>> model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3))
     >>> print(MuonAdamW(model, lr=1e-3, ns_dtype="float32").describe())
@@ -161,18 +170,22 @@ def MuonAdamW(  # noqa: D417
     rules += [(of_adamw, second_lr, decay), (of_adamw, second_lr, 0.0)]
     if not isinstance(hidden, HiddenMatrices | None):
         raise TypeError(f"hidden={hidden!r}: allowed is what hidden_matrices returns")
-    if hidden and (exclude or include):
-        raise ValueError("exclude and include are options of the call that made hidden")
-    chosen = hidden or hidden_matrices(model, exclude=exclude, include=include)
+    patterns = dict(exclude=exclude, include=include, transposed=transposed)
+    if hidden and any(patterns.values()):
+        raise ValueError(
+            "exclude, include and transposed are options of the call that made hidden"
+        )
+    chosen = hidden or hidden_matrices(model, **patterns)
     elsewhere = [] if hidden is None else [*hidden.kind_of]
     all_decay = adamw_weight_decay is not None
     kinds = _kinds(model, chosen, elsewhere, lr_multipliers, split, all_decay)
     made = partial(_made, lr, max_lr)
-    parts = [(Named(names), made(*rules[kind[0]], *kind)) for kind, names in kinds]
+    parts = [(Named(names), made(*rules[how.kind], *how)) for how, names in kinds]
     named = list(model.named_parameters())
     if hidden is None and not any([p.requires_grad and chosen(n, p) for n, p in named]):
-        raise ValueError(
-            f"MuonAdamW: hidden_matrices selects no parameter to train.\n{chosen}"
+        _log.warning(
+            "MuonAdamW: hidden_matrices selects no parameter to train, so that AdamW "
+            "updates everything. include= names matrices for Muon"
         )
     for line in str(chosen).splitlines():
         _log.info("MuonAdamW: %s", line)
@@ -195,25 +208,33 @@ def _kinds(
     multipliers: Mapping[str, float] | None,
     split: Mapping[str, object] | None,
     all_decay: bool,
-) -> list[tuple[tuple[int, object, float], list[str]]]:
-    """Return names by kind, split and factor on lr, which are the parts.
+) -> "list[tuple[_Kind, list[str]]]":
+    """Return the names of each part.
 
     The kinds are 0 for Muon's, 1 for AdamW's that decay, and 2 for the others.
     """
     params = dict(model.named_parameters())
     every = [*params, *elsewhere]
-    matrix = [name for name in every if hidden.kind(name) == HIDDEN]
+    matrix = [name for name in every if hidden.kind(name) in MATRICES]
     factors = by_pattern("lr_multipliers", multipliers, every, 1.0)
     parts_of = by_pattern("split", split, matrix, None)
-    kinds: dict[tuple[int, object, float], list[str]] = {}
+    kinds: dict[object, tuple[_Kind, list[str]]] = {}
     for name, p in params.items():
         weight = p.dim() > 1 and "weight" in name.split(".")[-1]
         weight = weight and hidden.kind(name) != EMBEDDED
-        rows = parts_of.get(name)
-        rows = tuple(rows) if isinstance(rows, list) else rows
         kind = 0 if name in parts_of else 2 - (all_decay or weight)
-        kinds.setdefault((kind, rows, factors[name]), []).append(name)
-    return sorted(kinds.items(), key=lambda item: item[0][0])
+        transposed = hidden.kind(name) == TRANSPOSED
+        own = _Kind(kind, parts_of.get(name), transposed, factors[name])
+        key = kind, as_layout(own.split, transposed), own.factor  # two splits may be equal
+        kinds.setdefault(key, (own, []))[1].append(name)
+    return sorted(kinds.values(), key=lambda item: item[0].kind)
+
+
+class _Kind(NamedTuple):
+    kind: int
+    split: Any
+    transposed: bool
+    factor: float
 
 
 def _made(
@@ -223,15 +244,17 @@ def _made(
     rate: float,
     decay: float,
     kind: int,
-    rows: object,
+    split: object,
+    transposed: bool,
     factor: float,
 ) -> FunctionalOptimizer:
     """Return the value of a part, whose lr is that of its rule times a factor."""
     check_number("multiplier of lr", "lr_multipliers", factor)
     scale = factor if rate is lr or not lr else factor * rate / lr
     most = max_lr if max_lr is None or scale == 1 else max_lr * scale
-    rate, split = rate if factor == 1 else rate * factor, {"split": rows}
-    return rule(lr=rate, max_lr=most, weight_decay=decay, **({} if kind else split))
+    rate = rate if factor == 1 else rate * factor
+    layout = {} if kind else {"split": split, "transposed": transposed}
+    return rule(lr=rate, max_lr=most, weight_decay=decay, **layout)
 
 
 def NorMuonAdamW(  # noqa: D417
@@ -268,7 +291,7 @@ class HiddenMatrices:
     def __call__(self, path: str, p: Tensor) -> bool:
         """Return True if the parameter of this name is a hidden matrix."""
         del p
-        return self.kind(path) == HIDDEN
+        return self.kind(path) in MATRICES
 
     def kind(self, path: str) -> str:
         """Return the kind of the parameter of this name."""
@@ -293,6 +316,7 @@ def hidden_matrices(
     *,
     exclude: str | Iterable[str] = (),
     include: str | Iterable[str] = (),
+    transposed: str | Iterable[str] = (),
 ) -> HiddenMatrices:
     """Make a predicate for the matrices of hidden layers, for `Mixed` and `partition`.
 
@@ -314,13 +338,22 @@ def hidden_matrices(
     Stacks of three dimensions are mapped matrix by matrix. More are flattened, as the
     weights of convolutions are, and those of experts are refused.
 
+    Some layers store their weight as (inputs, outputs): transformers' Conv1D of GPT-2,
+    experts of transformers that say `is_transposed`, and nn.ConvTranspose2d and 3d without
+    groups. They have a line of their own in what is printed, and `MuonAdamW` maps them as
+    their transposes. A `Mixed` or `partition` needs a part for them with
+    `muon(transposed=True)`.
+
     Args:
         model: The model with the parameters.
         exclude: Names or patterns (`fnmatch`) of parameters that are not selected.
         include: Names or patterns of parameters that are selected, unless excluded.
+        transposed: Names or patterns of selected parameters that are stored as (inputs,
+            outputs), in layers other than these.
 
     Raises:
-        ValueError: A name or pattern that no parameter has, or experts of four dimensions
+        ValueError: A name or pattern that no parameter has, or of `transposed` none that
+            is selected, or experts of four dimensions
             or more, as (layers, experts, rows, columns), that no option names.
 
     >>> layers = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5)
@@ -341,6 +374,7 @@ def hidden_matrices(
     tables = [m for m in model.modules() if isinstance(m, EMBEDDINGS)]
     tied = {id(p) for table in tables for p in table.parameters()}
     outputs = _outputs(model, tables)
+    turned = {*_matching("transposed", transposed, plain)}
     kinds: dict[str, list[str]] = {HIDDEN: []}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for short, p in module.named_parameters(recurse=False):
@@ -350,8 +384,24 @@ def hidden_matrices(
                 kind = EMBEDDED
             elif name not in explicit and id(p) in outputs and p.dim() > 1:
                 kind = "output layers"
+            if kind == HIDDEN and (name in turned or _stores_inputs_first(module, p)):
+                kind = TRANSPOSED
             kinds.setdefault(kind, []).append(name)
+    if lost := turned.difference(kinds.get(TRANSPOSED, ())):
+        raise ValueError(
+            f"transposed selects {sorted(lost)}, of which none is a hidden matrix: allowed "
+            f"are names and patterns of {kinds[HIDDEN][:5]} and the others"
+        )
     return HiddenMatrices(kinds)
+
+
+def _stores_inputs_first(module: nn.Module, p: Tensor) -> bool:
+    """Return True if the weight of this layer is stored as (inputs, outputs)."""
+    if isinstance(module, nn.ConvTranspose2d | nn.ConvTranspose3d):
+        return module.groups == 1
+    if p.dim() == 3:
+        return getattr(module, "is_transposed", False) is True
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def _matching(
@@ -396,8 +446,8 @@ def _kind(name: str, p: Tensor, module: nn.Module, named: Mapping[str, Tensor]) 
         near = [q for n, q in named.items() if n.startswith(beside and f"{beside}.")]
         if not any(q is not p and q.shape == p.shape for q in near):
             return "routers and gates"
-    rows, columns = p.shape[-2:] if p.dim() < 4 else (p.shape[0], p.shape[1:].numel())
-    return HIDDEN if min(rows, columns) > 1 else "matrices of one row or column"
+    small = min(sides(p.shape, _stores_inputs_first(module, p)))
+    return HIDDEN if small > 1 else "matrices of one row or column"
 
 
 def _outputs(model: nn.Module, tables: Sequence[nn.Module]) -> set[int]:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from optimi_func.core.layout import Layout, sides
 from optimi_func.core.math import norm
 from optimi_func.optimizers.muon import Muon
 from optimi_func.rules import Float, Moment, Shaped, functions, root
@@ -24,7 +25,8 @@ class NorMuon(Muon, name="normuon"):
     far more than others. Here all move about alike, and the whole as far as Muon's. r is
     one number a row, float32 at least, and starts at 0: the norms take out its bias. The
     norms are those of each matrix, also if it is one of a stack, a part of a `split`, or
-    sharded.
+    sharded. If `split` cuts between columns, r has a column for each part. With
+    `transposed`, rows are the outputs.
 
     Args:
         row_beta: Share of r kept, in [0, 1).
@@ -54,8 +56,18 @@ class NorMuon(Muon, name="normuon"):
         second_momentum_buffer: Shaped  # r, one number a row
 
     def init(self, p: Tensor):
-        rows = p.shape[:1] if p.dim() > 3 else p.shape[:-1]
-        return self.State._make((None, (*rows, 1)))
+        stack = p.shape[:1] if p.dim() == 3 else ()
+        rows, _ = sides(p.shape, self.transposed)
+        parts = self.layout.parts if self.layout.columns else 1
+        count = parts if isinstance(parts, int) else len(parts)
+        return self.State._make((None, (*stack, rows, count)))
+
+    @property
+    def layout_of_squares(self) -> Layout:
+        if not self.layout.columns:
+            return self.layout._replace(transposed=False)
+        parts = self.layout.parts  # a column of r for each
+        return Layout(parts if isinstance(parts, int) else (1,) * len(parts), True)
 
     def check(self) -> None:
         super().check()

@@ -63,6 +63,11 @@ class Scion(Muon, name="scion"):
     def matrices(self, x: Tensor) -> tuple[Tensor, ...]:
         return super().matrices(x) if x.dim() > 1 else (x.reshape(-1, 1),)
 
+    def joined(self, parts: list[Tensor], like: Tensor) -> Tensor:
+        return (
+            super().joined(parts, like) if like.dim() > 1 else parts[0].reshape(like.shape)
+        )
+
     def scaled(self, y: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
         m, n = y.shape[-2:]
         if self.norm == "sign":

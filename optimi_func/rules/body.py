@@ -421,7 +421,9 @@ def _double(x: float) -> Tensor:
 
 
 def _hashable(x: Any) -> Any:
-    """Return tuples for lists."""
+    """Return tuples for lists and dicts."""
+    if type(x) is dict:
+        return tuple([(key, _hashable(y)) for key, y in x.items()])
     return tuple(map(_hashable, x)) if type(x) in (tuple, list) else x
 
 

@@ -150,6 +150,7 @@ def test_fields_of_a_map_and_the_parameters_that_it_reads_travel_too() -> None:
         (Normed, Normed.pure, {}, shapes),
         (NorMuon, normuon, {"split": 2}, even := [(8, 5), (3, 6, 4), (8, 2, 3, 3), (2, 0)]),
         (Muon, muon, {"element_beta": 0.9, "adjust_lr_fn": "nuclear"}, even),
+        (NorMuon, normuon, {"split": {"columns": 2}, "transposed": True}, even),
         (Muon, muon, {"split": 2, "hyperball": True, "weight_decay": 0.0}, even),
     ]
 

@@ -540,8 +540,10 @@ def test_muonadamw_takes_adapters_alone() -> None:
     assert moved() == [*before] and len(optimizer.state) == len(before)
     for name, p in model.named_parameters():
         p.requires_grad_(name not in HIDDEN)
-    with pytest.raises(ValueError, match="hidden_matrices selects no parameter"):
-        MuonAdamW(model)
+    rest = MuonAdamW(model, **EAGER)  # AdamW alone has something to train
+    assert [g["rule"] for g in rest.param_groups] == ["muon", "adamw"]
+    train(model, [rest], range(1))
+    assert {*rest.state} == {p for p in model.parameters() if p.requires_grad}
 
 
 def test_muonadamw_says_what_a_trainer_has_to_pass() -> None:

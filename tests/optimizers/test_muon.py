@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
 
 import optimi_func
-from optimi_func import Muon, NorMuon, muon, normuon
+from optimi_func import Muon, NorMuon, compiled, muon, normuon
 from optimi_func.optimizers.muon import TABLES
 
 EAGER: dict[str, Any] = {"compile": False}
@@ -99,6 +99,138 @@ def test_split_rows_are_matrices_of_their_own(shape: Any, split: Any) -> None:
     ]
     got = update_of(g, split=split)
     assert_moved_alike(torch.zeros(shape), got, torch.cat(want).reshape(shape), 1e-12)
+
+
+# Options, and the arguments of the loop. Of 12 outputs and 8 inputs.
+LAYOUTS: list[tuple[Any, dict[str, Any]]] = [
+    (None, {}),
+    (3, {"split": (4, 4, 4)}),
+    ([2, 10], {"split": (2, 10)}),
+    ({"rows": 3, "repeats": 2}, {"split": (2, 2, 2), "repeats": 2}),  # GPT-NeoX's heads
+    ({"rows": [1, 3], "repeats": 3}, {"split": (1, 3), "repeats": 3}),
+    ({"rows": 2, "repeats": 6}, {"split": (1, 1), "repeats": 6}),  # gate, up, gate, up
+    ({"columns": 4}, {"split": (2,) * 4, "columns": True}),  # heads of an o_proj
+    ({"columns": [2, 6]}, {"split": (2, 6), "columns": True}),
+    ({"columns": 2, "repeats": 2}, {"split": (2, 2), "columns": True, "repeats": 2}),
+    (
+        {"columns": [1, 3], "repeats": 2},
+        {"split": (1, 3), "columns": True, "repeats": 2},
+    ),
+]
+RULES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
+    "muon": (Muon, muon, compiled.muon_step, {"adjust_lr_fn": "original"}),
+    "adamuon": (Muon, muon, compiled.muon_step, {"element_beta": 0.9}),
+    "normuon": (NorMuon, normuon, compiled.normuon_step, {"row_beta": 0.9}),
+}
+
+
+def looped(p: Tensor, grads: Any, rule: str, loop: Any) -> Tensor:
+    """The end of the loop over a matrix, or over each of a stack."""
+    if p.dim() == 3:
+        each = [looped(x, g, rule, loop) for x, g in zip(p, grads.unbind(1))]
+        return torch.stack(each)
+    known = dict(RULES[rule][3])
+    scale = {"scale": reference.tall_scale} if known.pop("adjust_lr_fn", None) else {}
+    s = dict.fromkeys("brv", torch.zeros_like(p))
+    for t, g in enumerate(grads, 1):
+        at = reference.At(t, 0.1, 0.0)
+        u, s = reference.muon_move(p, s, g, at, **known, **scale, **loop)
+        p = p + u
+    return p
+
+
+def ends_of(p: Tensor, grads: Tensor, rule: str, options: Any, how: str) -> Tensor:
+    """The end of a way to step."""
+    cls, value, step, more = RULES[rule]
+    options = {"lr": 0.1, "weight_decay": 0.0, **options, **more}
+    if how == "pure":
+        return stepped(value(**options), p, list(grads))[0]
+    if how == "compiled":
+        state = value(**options).init(p)
+        for g in grads:
+            p, state = step(p, g, state, **options)
+        return p
+    w = nn.Parameter(p.clone())
+    release = how == "release"
+    optimizer = cls([w], **options, gradient_release=release, **EAGER)
+    if release:
+        net = nn.ParameterList([w])
+        optimi_func.prepare_for_gradient_release(net, optimizer)
+    for g in grads:
+        optimizer.zero_grad()
+        (w * g).sum().backward()
+        optimizer.step()
+    return w.detach()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("split", "loop"), LAYOUTS, ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_layouts_are_those_of_loops(
+    rule: str, split: Any, loop: Any, transposed: bool
+) -> None:
+    """Rows, columns, alternating parts and (in, out), in a matrix, a stack and kernels."""
+    torch.manual_seed(0)
+    sides = (8, 12) if transposed else (12, 8)
+    kernel = (4, 12, 2, 1) if transposed else (12, 4, 2, 1)
+    options = {"split": split, "transposed": transposed}
+    for shape in (sides, (2, *sides), kernel):
+        p, grads = torch.randn(shape, dtype=DOUBLE), torch.randn(3, *shape, dtype=DOUBLE)
+        if shape is kernel:
+            # Outputs and the rest, which are stored apart.
+            flat = [x.transpose(0, 1) if transposed else x for x in (p, *grads)]
+            q, *gs = [x.flatten(1) for x in flat]
+            want = looped(q, torch.stack(gs), rule, loop)
+            want = want.reshape(flat[0].shape)
+            want = want.transpose(0, 1) if transposed else want
+        else:
+            want = looped(p, grads, rule, {**loop, "transposed": transposed})
+        for how in ("class", "pure", "release"):
+            got = ends_of(p, grads, rule, options, how)
+            assert_moved_alike(p, got, want, 1e-9)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rule", RULES)
+def test_layouts_in_compiled_functions(rule: str) -> None:
+    torch.manual_seed(0)
+    p, grads = torch.randn(8, 12, dtype=DOUBLE), torch.randn(3, 8, 12, dtype=DOUBLE)
+    for split, loop in LAYOUTS[::3]:
+        options = {"split": split, "transposed": True}
+        want = looped(p, grads, rule, {**loop, "transposed": True})
+        got = ends_of(p, grads, rule, options, "compiled")
+        assert_moved_alike(p, got, want, 1e-9)
+
+
+@pytest.mark.kernels
+def test_layouts_with_kernels() -> None:
+    torch.manual_seed(0)
+    p, grads = torch.randn(8, 12), torch.randn(3, 8, 12)
+    for split, loop in LAYOUTS:
+        w = nn.Parameter(p.clone())
+        options = {"split": split, "transposed": True, "ns_dtype": "float32"}
+        optimizer = Muon([w], lr=0.1, weight_decay=0.0, adjust_lr_fn="original", **options)
+        for g in grads:
+            w.grad = g
+            optimizer.step()
+        loop = {**loop, "transposed": True}
+        want = looped(p.double(), grads.double(), "muon", loop)
+        assert_moved_alike(p, w.detach(), want, 1e-3)
+
+
+def test_a_split_that_is_edited_is_read() -> None:
+    """A dict in a param group may be written to, as a list."""
+    torch.manual_seed(0)
+    g, ends = torch.randn(8, 12, dtype=DOUBLE), []
+    for first, then in ((2, 2), (2, 4)):
+        w = nn.Parameter(torch.zeros(8, 12, dtype=DOUBLE))
+        optimizer = Muon([w], split={"columns": first}, **EAGER)
+        for columns in (first, then):
+            optimizer.param_groups[0]["split"]["columns"] = columns
+            w.grad = g
+            optimizer.step()
+        ends.append(w.detach())
+    assert not torch.equal(*ends)
 
 
 def test_the_dtype_of_the_iteration() -> None:
@@ -188,6 +320,12 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"split": (2, -2)}, ValueError, "allowed are a number of equal parts"),
     ({"split": ()}, ValueError, "allowed are a number of equal parts"),
     ({"split": 2.0}, ValueError, r"split=2\.0: allowed are a number"),
+    ({"split": {}}, ValueError, r"split=\{\}: allowed are a number"),
+    ({"split": {"rows": 2, "columns": 2}}, ValueError, "'columns': 2}: allowed are a"),
+    ({"split": {"heads": 2}}, ValueError, "'heads': 2}: allowed are a number"),
+    ({"split": {"repeats": 2}}, ValueError, "'repeats': 2}: allowed are a number"),
+    ({"split": {"rows": 2, "repeats": 0}}, ValueError, "'repeats': 0}: allowed are a"),
+    ({"split": {"columns": [2, 0]}}, ValueError, r"\[2, 0\]}: allowed are a number"),
     ({"momentum": 1.0}, ValueError, r"momentum=1\.0: allowed is finite.*below 1"),
     ({"eps": -1.0}, ValueError, r"eps=-1\.0"),
     ({"element_beta": 1.0}, ValueError, r"element_beta=1\.0: allowed is finite.*below 1"),
@@ -208,6 +346,10 @@ UNFIT = [
     ({}, (), r"shape \(\): Muon takes matrices"),
     ({"split": 3}, (4, 3), "split=3 does not divide its 4 rows"),
     ({"split": (2, 1)}, (4, 3), r"split=\(2, 1\) adds up to 3, not to its 4 rows"),
+    ({"split": {"columns": 2}}, (4, 3), "split={'columns': 2} does not divide its 3 col"),
+    ({"split": {"columns": [1, 1]}}, (4, 3), "adds up to 2, not to its 3 columns"),
+    ({"split": {"rows": 2, "repeats": 4}}, (4, 3), "does not divide its 4 rows"),
+    ({"split": 4, "transposed": True}, (4, 3), "split=4 does not divide its 3 rows"),
     ({"split": 3}, (4, 3, 1, 1), "split=3 does not divide its 4 rows"),
     ({"split": 3}, (3, 4, 5), "split=3 does not divide its 4 rows"),
 ]
@@ -217,8 +359,9 @@ UNFIT = [
 def test_parameters_that_it_does_not_take(options: Any, shape: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         muon(lr=0.1, **options).init({"w": torch.ones(shape)})
-    rows = 3 if options == {"split": (2, 1)} else 12
-    good, bad = (torch.nn.Parameter(torch.ones(s)) for s in ((rows, 12), shape))
+    rows = 3 if options == {"split": (2, 1)} else 16 if "rows" in str(options) else 12
+    columns = 2 if "[1, 1]" in str(options) else 12
+    good, bad = (torch.nn.Parameter(torch.ones(s)) for s in ((rows, columns), shape))
     with pytest.raises(ValueError, match=rf"params\['b'\].*{text}"):
         Muon([("a", good), ("b", bad)], **EAGER, **options)
     # Put there by hand it is found by the step, before anything moves.
@@ -314,6 +457,7 @@ def test_a_loaded_rule_of_torchs_is_its_own() -> None:
         {"adjust_lr_fn": "rms_to_rms"},
         {"ns_coefficients": "quintic"},
         {"split": 2},
+        {"transposed": True},
         {"maximize": True},
         {"element_beta": 0.9},
         {"adjust_lr_fn": "nuclear"},

@@ -17,6 +17,7 @@ from optimi_func import (
     Mixed,
     Muon,
     MuonAdamW,
+    NorMuon,
     NorMuonAdamW,
     adamw,
     hidden_matrices,
@@ -224,8 +225,7 @@ def path(name: str, p: Tensor, grads: list[Tensor], row_beta: float | None) -> T
     warmup = linear(0.85, 0.95, 3)
     if name in ("qkv.weight", "out.weight"):
         p = p.double()
-        s = {"b": torch.zeros_like(p), "r": torch.zeros_like(p)[:, :1]}
-        s["v"] = s["b"]
+        s = dict.fromkeys("brv", torch.zeros_like(p))
         for t, g in enumerate(grads, 1):
             split = (6, 6, 6) if name == "qkv.weight" else None
             at = reference.At(t, 0.02 * factor, 0.02 * factor * 0.1)
@@ -544,7 +544,7 @@ def test_a_stage_takes_the_choice_of_the_whole() -> None:
         ({"hidden": choice}, "the model has no parameter 'unknown.weight'"),
         (
             {"hidden": hidden_matrices(other), "exclude": "*.bias"},
-            "exclude and include are",
+            "exclude, include and transposed are",
         ),
         ({"hidden": lambda n, p: True}, "allowed is what hidden_matrices returns"),
     ):
@@ -570,3 +570,133 @@ def test_stages_that_share_a_name_are_not_joined() -> None:
     joined = join_modules(stages)
     assert {*joined.state_dict()} == {k for stage in stages for k in stage.state_dict()}
     assert join_modules(lists[:1]) is lists[0]
+
+
+# Layers that store (inputs, outputs).
+
+
+class Conv1D(nn.Module):
+    """As transformers has it, of GPT-2."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight = nn.Parameter(torch.randn(nx, nf, dtype=DOUBLE) / nx**0.5)
+        self.bias = nn.Parameter(torch.zeros(nf, dtype=DOUBLE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+class Experts(nn.Module):
+    """As gpt-oss's of transformers, whose gate and up alternate."""
+
+    is_transposed = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 6, 8, dtype=DOUBLE))
+        self.gate_up_proj_bias = nn.Parameter(torch.zeros(3, 8, dtype=DOUBLE))
+
+
+def stored_by_inputs() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.ModuleDict(
+        {
+            "c_attn": Conv1D(18, 6),
+            "c_proj": Conv1D(6, 18),
+            "experts": Experts(),
+            "up": nn.ConvTranspose2d(4, 3, 2, dtype=DOUBLE),
+            "grouped": nn.ConvTranspose2d(4, 4, 2, groups=2, dtype=DOUBLE),
+            "linear": nn.Linear(6, 18, dtype=DOUBLE),
+            "lm_head": nn.Linear(6, 9, dtype=DOUBLE),
+        }
+    )
+
+
+def test_layers_that_store_inputs_first_are_found() -> None:
+    model = stored_by_inputs()
+    chosen = hidden_matrices(model)
+    found = ["c_attn.weight", "c_proj.weight", "experts.gate_up_proj", "up.weight"]
+    assert chosen.kinds["hidden matrices stored as (inputs, outputs)"] == found
+    assert chosen.kinds["hidden matrices"] == ["grouped.weight", "linear.weight"]
+    assert "4 hidden matrices stored as (inputs, outputs): " in str(chosen)
+    named = dict(model.named_parameters())
+    assert all(chosen(n, named[n]) for n in (*found, "linear.weight"))
+    more = hidden_matrices(model, transposed=["grouped.*ight", "c_attn.weight"])
+    assert [n for n in named if more.kind(n) != chosen.kind(n)] == ["grouped.weight"]
+    for given, text in (
+        ({"transposed": "lm_head.weight"}, r"transposed selects \['lm_head\.weight'\]"),
+        ({"transposed": "c_fc*"}, "transposed='c_fc.' is no parameter"),
+        ({"transposed": "up*", "hidden": chosen}, "transposed are options of the call"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            MuonAdamW(model, **given)
+
+
+@pytest.mark.parametrize("row_beta", [None, 0.9])
+def test_layers_that_store_inputs_first_step_as_linear_ones(row_beta: Any) -> None:
+    """The transposes of both move alike: parts of outputs, rows, s."""
+    split: Any = {
+        "c_attn.weight": 3,
+        "c_proj.weight": {"columns": 3},
+        "experts.*": {"rows": 2, "repeats": 4},
+    }
+    model = stored_by_inputs()
+    turned = {
+        n: nn.Parameter(p.detach().transpose(0, 1) if "up." in n else p.detach().mT)
+        for n, p in model.named_parameters()
+        if n in ("c_attn.weight", "c_proj.weight", "experts.gate_up_proj", "up.weight")
+    }
+    how: dict[str, Any] = {"weight_decay": 0.1, "adjust_lr_fn": "original", **EAGER}
+    optimizer = MuonAdamW(model, 0.02, adamw_lr=0.01, split=split, row_beta=row_beta, **how)
+    for group in optimizer.param_groups[:4]:
+        assert group.get("transposed", False) == (
+            not {*names_of(group)} & {"grouped.weight", "linear.weight"}
+        )
+    cls, more = (Muon, {}) if row_beta is None else (NorMuon, {"row_beta": row_beta})
+    splits = [split.get(n.replace("gate_up_proj", "*")) for n in turned]
+    groups = [{"params": [p], "split": x} for p, x in zip(turned.values(), splits)]
+    other = cls(groups, lr=0.02, **how, **more)
+    starts = {n: p.detach().clone() for n, p in turned.items()}
+    for _ in range(3):
+        for n, p in model.named_parameters():
+            p.grad = torch.randn_like(p)
+            if n in turned:
+                g = p.grad
+                turned[n].grad = g.transpose(0, 1) if "up." in n else g.mT
+        optimizer.step()
+        other.step()
+    for n, want in turned.items():
+        got = model.get_parameter(n).detach()
+        got = got.transpose(0, 1) if "up." in n else got.mT
+        assert_moved_alike(starts[n], got, want.detach(), 1e-9)
+
+
+def test_a_head_alone_is_adamws(caplog: Any) -> None:
+    """As the first stage of a fine-tuning; what is unfrozen later is Muon's."""
+    for freeze in (True, False):
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).to(DOUBLE)
+        model[0].requires_grad_(not freeze)
+        train = model if freeze else model[1]
+        with caplog.at_level("WARNING", "optimi_func"):
+            optimizer = MuonAdamW(train, 0.1, betas=(0.8, 0.9), eps=1e-8, **EAGER)
+        assert "no parameter to train, so that AdamW updates everything" in caplog.text
+        caplog.clear()
+        q = nn.Parameter(model[1].weight.detach().clone())
+        theirs = torch.optim.AdamW([q], 0.1, (0.8, 0.9), weight_decay=0.1)
+        start = q.detach().clone()
+        for i in range(3):
+            q.grad = model[1].weight.grad = (
+                torch.sin(i + torch.arange(12.0)).view(3, 4).to(q)
+            )
+            optimizer.step()
+            theirs.step()
+        assert_moved_alike(start, model[1].weight.detach(), q.detach(), 1e-9)
+        if freeze:
+            model[0].requires_grad_()
+            model[0].weight.grad = torch.eye(4, dtype=DOUBLE)
+            old = model[0].weight.detach().clone()
+            optimizer.step()
+            assert "momentum_buffer" in optimizer.state[model[0].weight]
+            assert not torch.equal(old, model[0].weight)

@@ -684,6 +684,9 @@ def muon_move(
     eps: float = 1e-7,
     scale: Callable[[int, int], float] | None = rms_scale,
     split: tuple[int, ...] | None = None,
+    columns: bool = False,
+    repeats: int = 1,
+    transposed: bool = False,
     row_beta: float | None = None,
     element_beta: float | None = None,
     hyperball: bool = False,
@@ -710,11 +713,11 @@ def muon_move(
     """
     b = momentum * s["b"] + (1 - momentum) * g
     d = (1 - momentum) * g + momentum * b if nesterov else b
-    split = split or (d.shape[0],)
-    moves, kept = [], []
-    flat = [y.flatten(1).split(split) for y in (d, p, s["v"])]
-    squares = []
-    for x, w, v, r in zip(*flat, s["r"].split(split)):
+    new = {"b": b, "r": s["r"].clone(), "v": s["v"].clone()}
+    moves = torch.zeros_like(p)
+    seen = [as_matrix(y, transposed) for y in (d, p, new["v"], new["r"], moves)]
+    for rows, across in parts_of(seen[0], split, columns, repeats):
+        x, w, v, r = (y[rows][:, across] for y in seen[:4])
         o = orthogonalized(x if element_beta is None else x.sign(), table, eps)
         factor = (x * o).sum() if scale is None else scale(*x.shape)
         if element_beta is not None:
@@ -729,16 +732,38 @@ def muon_move(
         if hyperball:
             y = w - at.lr * w.norm() * o / o.norm()
             move = y * (w.norm() / y.norm()) - w
-        moves.append(move)
-        kept.append(r)
-        squares.append(v)
-    new = {"b": b, "r": torch.cat(kept), "v": torch.cat(squares)}
-    return torch.cat(moves).reshape(p.shape) - at.lam * p, new
+        for i, row in enumerate(rows):
+            for k, column in enumerate(across):
+                seen[2][row, column] = v[i, k]
+                seen[3][row, column] = r[i, k]
+                seen[4][row, column] = move[i, k]
+    return moves - at.lam * p, new
+
+
+def as_matrix(x: Tensor, transposed: bool) -> Tensor:
+    """A view with outputs as rows, of a matrix or a convolution with one channel in."""
+    x = x.flatten(1) if x.dim() > 2 else x
+    return x.T if transposed else x
+
+
+def parts_of(
+    x: Tensor, split: tuple[int, ...] | None, columns: bool, repeats: int
+) -> list[tuple[list[int], list[int]]]:
+    """The rows and columns of each part, counted one by one."""
+    every = [list(range(n)) for n in x.shape]
+    ends: list[list[int]] = [[] for _ in split or (0,)]
+    at = 0
+    for _ in range(repeats):
+        for part, size in zip(ends, split or (x.shape[columns],)):
+            part += range(at, at + size)
+            at += size
+    assert at == x.shape[columns]
+    return [(every[0], part) if columns else (part, every[1]) for part in ends]
 
 
 def _rows(p: Tensor) -> State:
     made = torch.zeros_like(p, dtype=torch.float64)
-    return {"b": made, "r": made.flatten(1)[:, :1], "v": made}
+    return {"b": made, "r": made, "v": made}
 
 
 CUBIC = (1.5, -0.5, 0.0)
@@ -774,6 +799,11 @@ muon = _path_of(
         ({"adjust_lr_fn": "original"}, {"scale": tall_scale}),
         ({"adjust_lr_fn": "rms_to_rms"}, {"scale": spectral_scale}),
         {"split": (3, 4)},
+        ({"split": {"columns": (2, 3)}}, {"split": (2, 3), "columns": True}),
+        (
+            {"transposed": True, "adjust_lr_fn": "original"},
+            {"transposed": True, "scale": tall_scale},
+        ),
         ({"split": 7}, {"split": (1,) * 7}),
         ({"ns_coefficients": "deepseek"}, {"table": (STANDARD,) * 8 + (LAST,) * 2}),
         ({"adjust_lr_fn": "nuclear"}, {"scale": None}),
@@ -790,6 +820,8 @@ normuon = _path_of(
         {"row_beta": 0.5},
         {"row_beta": 0.0},
         {"split": (3, 4)},
+        ({"split": {"columns": (2, 3)}}, {"split": (2, 3), "columns": True}),
+        {"transposed": True},
         {"nesterov": False},
         ({"adjust_lr_fn": "nuclear"}, {"scale": None}),
         {"hyperball": True, "weight_decay": 0.0},

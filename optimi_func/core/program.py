@@ -26,6 +26,7 @@ from optimi_func.core.leaf import (
 )
 from optimi_func.core.lists import chunks
 from optimi_func.core.packed import Packed, fill
+from optimi_func.core.rehearsal import device_type
 from optimi_func.core.rule import Leaf, Rule, Scalars
 from optimi_func.core.storage import flat_leaf, leaf_of
 
@@ -205,7 +206,7 @@ def flat(x: Tensor) -> Tensor:
 
 def slice_size(x: Tensor, wide: torch.dtype, temporaries: int) -> int:
     """Return the elements of a slice of x, if a step has so many temporaries, or 0."""
-    on_cpu = x.device.type in ("cpu", "meta")
+    on_cpu = device_type(x.device) in ("cpu", "meta")
     least = LEAST if on_cpu else ELSEWHERE
     most = max(least, PER_THREAD * torch.get_num_threads())
     room = max(BYTES, EACH * x.numel()) // (max(1, temporaries) * wide.itemsize)

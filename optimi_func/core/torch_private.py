@@ -29,6 +29,7 @@ from torch.optim.optimizer import (
 from torch.utils import _pytree as pytree
 
 from optimi_func.core.lists import grouped
+from optimi_func.core.rehearsal import is_rehearsed
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -288,12 +289,13 @@ def share(x: Tensor, y: Tensor) -> bool:
 
 
 def has_memory(x: Tensor) -> bool:
-    """Return False for a meta or fake tensor.
+    """Return False for a meta or fake tensor, if no rehearsal lets it stand for another.
 
     FakeTensor is looked up in sys.modules, because a program that has one has imported it.
     """
     fakes = sys.modules.get("torch._subclasses.fake_tensor")
-    return not (x.is_meta or (fakes is not None and isinstance(x, fakes.FakeTensor)))
+    fake = fakes is not None and isinstance(x, fakes.FakeTensor)
+    return not (x.is_meta or fake) or is_rehearsed(x.device)
 
 
 def transform_level() -> int:

@@ -17,6 +17,7 @@ from optimi_func.core.codes import GROUP, is_low
 from optimi_func.core.leaf import compute_dtype, count_means
 from optimi_func.core.lists import chunks, grouped
 from optimi_func.core.packed import is_capturing
+from optimi_func.core.rehearsal import device_type, is_rehearsed
 from optimi_func.core.rule import Rule
 from optimi_func.execution.codecs import (
     are_exact,
@@ -38,6 +39,7 @@ from optimi_func.execution.launches import (
     KernelLaunch,
     Launch,
     ListLaunch,
+    RehearsedLaunch,
 )
 from optimi_func.execution.list_kernel import ListKernel, may_replace, replacing
 from optimi_func.execution.slots import Update, alike, split_twins
@@ -100,7 +102,7 @@ def plan_launches(
 
 def _plan_auto(rule: Rule, updates: list[Update], write: bool) -> list[Launch]:
     """Plan updates of one kind through kernels, or eagerly if there is no compiler."""
-    device = updates[0].g.device.type
+    device = device_type(updates[0].g.device)
     # A tensor subclass's own dispatch knows what an operation means.
     if updates[0].plain and device not in _uncompilable:
         try:
@@ -145,6 +147,11 @@ def _plan_kernels(rule: Rule, updates: list[Update], write: bool) -> list[Launch
     if not slot.dense or (around and not (slot.in_place and can_run(slot))):
         return plan_eager(rule, updates, write)
     rounds = count_means(rule, first.scalars.scalars.rates, write)
+    if is_rehearsed(device):
+        listed = has_list_kernels(device) or not rounds
+        direct, launches = _fitting(rule, updates, write, 1 if listed else 2, around)
+        parts = chunks(direct, DRAWN, _numel) if first.draws else [direct]
+        return launches + [RehearsedLaunch(rule, x, write) for x in parts if x]
     make = partial(_kernel, rule, first, write, around, bool(rounds))
     run, *means = [make(None), *map(make, range(len(rounds)))]
     if around and not has_list_kernels(device):
@@ -159,16 +166,13 @@ def _plan_kernels(rule: Rule, updates: list[Update], write: bool) -> list[Launch
         return plan_eager(rule, updates, write)
     # Length 1 would specialise the graph of a single kernel.
     least = 1 if listed or (isinstance(run, TritonListKernel) and not means) else 2
-    group = GROUP if any(slot.codes) and not around else 1
-    fit = [u.slot.numel >= least and u.slot.numel % group == 0 for u in updates]
-    launches = plan_eager(rule, list(compress(updates, [not x for x in fit])), write)
-    direct = list(compress(updates, fit))
+    direct, launches = _fitting(rule, updates, write, least, around)
     in_one_call = isinstance(run, ListKernel | TritonListKernel)
     for batch in split_twins(direct) if in_one_call else [direct]:
         parts = [batch]
         if (listed and means) or first.draws:
             most = DRAWN if first.draws else MEASURED
-            parts = list(chunks(batch, most, lambda u: u.slot.numel))
+            parts = list(chunks(batch, most, _numel))
         if listed:
             launches += [ListLaunch(rule, part, write, lists) for part in parts]
             continue
@@ -176,6 +180,24 @@ def _plan_kernels(rule: Rule, updates: list[Update], write: bool) -> list[Launch
             same = grouped(part, lambda u: u.at).values()
             launches += [KernelLaunch(rule, x, write, kernels) for x in same]
     return launches
+
+
+def _numel(u: Update) -> int:
+    return u.slot.numel
+
+
+def _fitting(
+    rule: Rule, updates: list[Update], write: bool, least: int, around: bool
+) -> tuple[list[Update], list[Launch]]:
+    """Return the updates that a kernel takes, and eager launches of the rest.
+
+    A kernel takes at least so many elements. If it decodes codes itself, and not C++
+    `around` it, it takes whole groups of them.
+    """
+    group = GROUP if any(updates[0].slot.codes) and not around else 1
+    fit = [u.slot.numel >= least and u.slot.numel % group == 0 for u in updates]
+    rest = plan_eager(rule, list(compress(updates, [not x for x in fit])), write)
+    return list(compress(updates, fit)), rest
 
 
 def _kernel(

@@ -33,6 +33,7 @@ from optimi_func.core.leaf import (
     with_given,
 )
 from optimi_func.core.packed import fill, is_capturing
+from optimi_func.core.rehearsal import device_type, is_rehearsed
 from optimi_func.core.rule import Rule, Scalars
 from optimi_func.core.storage import flat_leaf, leaf_of
 from optimi_func.core.torch_private import has_stance, is_switched_off
@@ -103,6 +104,8 @@ class KernelKey(NamedTuple):
 
 def has_list_kernels(device: torch.device) -> bool:
     """Return True if the device's kernels update a list of tensors in one call."""
+    if is_rehearsed(device):
+        return device_type(device) == "cpu"
     return device.type == "cpu" and "cpu" not in _without_lists and failure() is None
 
 

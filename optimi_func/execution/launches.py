@@ -291,6 +291,18 @@ def _align(p: Tensor, g: Tensor) -> Tensor:
     return torch.empty_like(p, dtype=g.dtype, requires_grad=False).copy_(g)
 
 
+class RehearsedLaunch(Launch):
+    """Parameters that kernels would update; a rehearsal makes what these are given."""
+
+    raw = True
+
+    def run(self, step: Step, known: Tensor | None) -> None:
+        """Make the arguments of the kernels, which are all that is allocated."""
+        grads = self.aligned(step.columns)
+        given = self.given(step.columns)
+        del known, grads, given
+
+
 class KernelLaunch(Launch):
     """Parameters that share their kernels, which are called for each of them.
 

@@ -237,7 +237,7 @@ def alike(updates: list[Update], counted: bool, reduced: bool) -> list[list[Upda
 def split_twins(updates: list[Update]) -> Iterator[list[Update]]:
     """Yield updates that share no memory, then the others one by one: they take turns."""
     counts = Counter(chain.from_iterable([u.slot.addresses for u in updates]))
-    twice = {x for x, n in counts.items() if n > 1}
+    twice = {x for x, n in counts.items() if n > 1 and x}  # meta tensors are at 0
     rows = enumerate(updates if twice else ())
     shared = {i for i, u in rows if not twice.isdisjoint(u.slot.addresses)}
     last, end = 0, 0

@@ -22,6 +22,7 @@ from optimi_func.core.lists import chunks
 from optimi_func.core.owners import Holders, Owned, map_owned
 from optimi_func.core.packed import Packed
 from optimi_func.core.program import Room
+from optimi_func.core.rehearsal import device_type, is_rehearsed
 from optimi_func.core.rule import (
     Direction,
     Named,
@@ -42,7 +43,12 @@ from optimi_func.execution.kernels import (
     has_list_kernels,
     kernel,
 )
-from optimi_func.execution.launches import Launch, addresses, measured
+from optimi_func.execution.launches import (
+    Launch,
+    RehearsedLaunch,
+    addresses,
+    measured,
+)
 from optimi_func.execution.shaped import EXAMPLES, ShapedKernel, example_of
 from optimi_func.execution.slots import Columns, Slot, Step, Update, split_twins
 
@@ -380,6 +386,9 @@ def plan_shaped(
             groups.setdefault((u.at, _shaped_key(rule, u)), []).append(u)
     launches: list[Launch] = []
     for (_, key), batch in groups.items():
+        if is_rehearsed(key.device):
+            launches.append(RehearsedLaunch(rule, batch, True))
+            continue
         try:
             run = kernel(key, batch[0].scalars.scalars)
         except Exception as error:
@@ -415,7 +424,9 @@ def _fits(rule: Rule, u: Update) -> bool:
     plain = u.can_be_cut and not slot.coded and p.is_contiguous() and p.numel() > 0
     plain = plain and not u.given and rule.after is None
     kept = slot.mapped is not None and all([dtype == wide for dtype, _ in slot.mapped])
-    return p.device.type == "cpu" and p.dim() in EXAMPLES and whole and plain and kept
+    return (
+        device_type(p.device) == "cpu" and p.dim() in EXAMPLES and whole and plain and kept
+    )
 
 
 def plan_wholes(rule: Rule, updates: list[Update], plan: _Planner) -> list[Launch]:
@@ -443,7 +454,7 @@ def _batches(x: Tensor) -> bool:
 
     Not on CPU, because results would depend on what else there is to map.
     """
-    return x.device.type != "cpu"
+    return device_type(x.device) != "cpu"
 
 
 def _shape(u: Update) -> tuple[int, ...]:

@@ -14,12 +14,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core.checks import check_whole
 from optimi_func.core.distributed import any_distributed, to_local
-from optimi_func.memory import kept, replay
-from optimi_func.memory.kept import Factory
-from optimi_func.memory.recipes import WAYS, Applied, MemoryPlan, Recipe, check_undecided
-from optimi_func.memory.trace import LossFn, Trace, cast_dtype, trace
+from optimi_func.core.rule import Storage
+from optimi_func.execution.executors import SMALL
+from optimi_func.memory import counting
+from optimi_func.memory.activations import LossFn, Trace, trace
+from optimi_func.memory.counting import Factory, most_alive
+from optimi_func.memory.peaks import Handling, Peak, Sizes, peak_of
+from optimi_func.memory.recipes import (
+    WAYS,
+    Applied,
+    MemoryPlan,
+    Recipe,
+    check_undecided,
+    parse_size,
+    slower_by,
+)
 
 __all__ = ["Applied", "MemoryPlan", "Recipe", "plan"]
 
@@ -36,13 +48,17 @@ def plan(
     accumulation_steps: int = 1,
     **options: object,
 ) -> MemoryPlan:
-    """Find the recipes that train a model within a memory budget, the most faithful first.
+    """Find the recipes that train a model within a memory budget.
 
     A recipe's peak is the bytes of all tensors that are alive at the worst moment of a
     training step. Memory that an allocator keeps beyond that, CUDA's own context (half a
-    GB) and the program are not counted. Recipes are ordered by what a step loses for good,
-    in weights and moments first, then in sums of gradients. Gradient release loses nothing,
-    and comes after the same without.
+    GB), the scratch of matrix products and the program are not counted. Parameters,
+    gradients, state and temporaries of the optimizer are exact on CPU: its own step is
+    rehearsed on meta tensors.
+
+    Recipes without gradient release come first, because its hooks exclude some ways to clip
+    and to scale gradients; plain bfloat16 comes last. Otherwise recipes are ordered by what
+    a step loses for good, in weights and moments first, then in sums of gradients.
 
     With `loss_fn` and `batch`, forward and backward run on fake CPU tensors, once in each
     dtype. Floating tensors of the batch that have the model's dtype are cast with it.
@@ -50,12 +66,16 @@ def plan(
     training. Without `loss_fn` and `batch`, a tied weight's gradient counts throughout, of
     the others the largest, and the column of activations is empty.
 
+    Under gradient release and without it, gradients live in backward as they do in the
+    training. The sum of two gradients, as of a tied weight, may be counted once too often.
+
     Args:
         model: On any device, "meta" too; it does not change.
         optimizer: A class of this package, a `functools.partial` of one, or a function
             that takes `(named_parameters, storage=..., gradient_release=..., **options)`
             and makes one. A model in place of the parameters is named `model`.
-        budget: Memory in one process: "24GB" (10^9 bytes), "16GiB" (2^30) or bytes.
+        budget: Memory in one process: "24GB" (10^9 bytes), "16GiB" (2^30), or a number of
+            bytes from 10^6.
         loss_fn: `(model, batch) -> loss`, run with a copy of the model.
         batch: A tree of tensors, on the model's device or on meta.
         device: "cpu" or "cuda", where the model will be trained. None: the model's
@@ -79,22 +99,22 @@ def plan(
     >>> model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
     >>> found = plan(model, AdamW, "2MB")
     >>> found.best.name, found.best.peak < 2_000_000
-    ('float32, release', True)
+    ('bfloat16 exact', True)
     >>> [found.within(budget).best.name for budget in ("3MB", "1.5MB", "1MB")]
-    ['float32', 'float32 + 8bit', 'bfloat16 exact + 8bit, release']
+    ['float32', 'float32 + 8bit', 'bfloat16 compact']
     >>> optimizer, release = found.within("1MB").best.apply(model, lr=1e-3)
     >>> model[0].weight.dtype, release is None
-    (torch.bfloat16, False)
+    (torch.bfloat16, True)
     """
-    limit = kept.parse_size("budget", budget)
+    limit = parse_size("budget", budget)
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     params, device = _checked_params(model, device)
     check_whole("ranks", ranks, 1)
     check_whole("accumulation_steps", accumulation_steps, 1)
     check_undecided(options)
     _check_batch(params, loss_fn, batch, ranks)
-    metas = {kind: kept.on_meta(params, kind) for kind in (torch.float32, torch.bfloat16)}
-    make = partial(kept.made_of, optimizer, model)
+    metas = {x: counting.on_meta(params, x) for x in (torch.float32, torch.bfloat16)}
+    make = partial(counting.made_of, optimizer, model)
     releases = _may_release(make, metas[torch.float32], options)
     job = _Job(model, params, device, ranks, accumulation_steps)
     traces: dict[torch.dtype, Trace] = {}
@@ -102,17 +122,21 @@ def plan(
     for name, dtype, storage in WAYS:
         meta = metas[dtype]
         try:
-            state, *more = kept.kept(make, meta, storage, options, device, ranks)
+            instance = make(meta, {**options, "storage": storage})
+            state = counting.state_bytes(instance, device, ranks)
         except ValueError:
             if storage is None:
                 raise
             continue  # the rule or a parameter refuses this storage
         if dtype not in traces and loss_fn is not None:
-            traces[dtype] = trace(model, loss_fn, batch, dtype, device == "cuda")
-        traced, fixed, sizes = traces.get(dtype), job.fixed(meta), job.sizes(meta, *more)
+            traces[dtype] = trace(model, loss_fn, batch, dtype, device)
+        traced, fixed = traces.get(dtype), job.fixed(meta)
+        twin = job.local_twin(make, meta, {**options, "storage": storage})
         for release, buffer in _variants(dtype, accumulation_steps):
             if release and not releases:
                 continue
+            sizes, scratch = job.sizes(meta, twin, release)
+            how = Handling(release, accumulation_steps, device, dtype, buffer, scratch)
             sums = "" if buffer is None else f", {str(buffer).removeprefix('torch.')} sums"
             recipe = Recipe(
                 name=f"{name}{', release' * release}{sums}",
@@ -120,18 +144,43 @@ def plan(
                 storage=storage,
                 gradient_release=release,
                 accumulation_steps=accumulation_steps,
+                slower=slower_by(dtype, storage, release, device),
                 buffer_dtype=buffer,
                 parameters=fixed,
                 state=state,
-                **job.peak(traced, sizes, dtype, release, buffer)._asdict(),
+                **job.peak(traced, sizes, how)._asdict(),
                 estimated=job.estimated(traced),
                 optimizer=optimizer,
                 options=options,
             )
             recipes.append(recipe)
+    # Hooks exclude some ways to clip and to scale, and plain bfloat16 drops small updates.
+    recipes.sort(key=lambda r: (r.storage == Storage("plain"), r.gradient_release))
     factory = getattr(optimizer, "func", optimizer)  # of a partial
     plan = MemoryPlan(job.title(factory.__name__), limit, tuple(recipes))
     return plan.within(budget)
+
+
+Make = Callable[..., BaseOptimizer]
+
+
+class Twin(NamedTuple):
+    """An optimizer of meta parameters that stand for those of one process."""
+
+    optimizer: BaseOptimizer
+    params: counting.Params
+    found: dict[object, int]  # temporaries of the update of one parameter, by its kind
+
+    def temporaries(self, params: list[nn.Parameter], device: str) -> int:
+        """Return the most bytes of temporaries while parameters are updated together."""
+        if not params:
+            return 0
+        p = params[0]
+        group = id(self.optimizer.group_of(p))
+        key = (p.shape, p.stride(), p.dtype, group) if len(params) == 1 else len(params)
+        if key not in self.found:
+            self.found[key] = counting.temporaries(self.optimizer, params, device)
+        return self.found[key]
 
 
 class _Job(NamedTuple):
@@ -163,53 +212,91 @@ class _Job(NamedTuple):
 
     def fixed(self, meta: Mapping[str, Tensor]) -> int:
         """Return the bytes of parameters and buffers."""
-        sizes = [kept.held(p, self.ranks) for p in meta.values()]
+        sizes = [counting.held(p, self.ranks) for p in meta.values()]
         dtype = next(p.dtype for p in meta.values() if p.requires_grad)
         for x in to_local(list(self.model.buffers())):
-            sizes.append(x.numel() * cast_dtype(x, dtype).itemsize)
-        return sum(kept.rounded(size, self.device) for size in sizes)
+            sizes.append(x.numel() * counting.cast_dtype(x, dtype).itemsize)
+        return sum(counting.rounded(size, self.device) for size in sizes)
+
+    def local_twin(
+        self, make: Make, meta: counting.Params, options: Mapping[str, object]
+    ) -> Twin:
+        """Return an optimizer of the local shards, and these by name."""
+        if any_distributed(list(meta.values())):
+            parts = to_local([p.detach() for p in meta.values()])
+            meta = {
+                name: nn.Parameter(part, p.requires_grad)
+                for (name, p), part in zip(meta.items(), parts)
+            }
+        optimizer = make(meta, options)
+        optimizer.init_state()
+        return Twin(optimizer, meta, {})
 
     def sizes(
-        self,
-        meta: Mapping[str, Tensor],
-        scratch: Mapping[str, int],
-        directions: Mapping[str, int],
-    ) -> list[replay.Param]:
-        """Return the sizes of the trainable parameters."""
-        pairs = self.model.named_parameters(remove_duplicate=False)
-        uses = Counter(id(p) for _, p in pairs)
-        sizes: list[replay.Param] = []
-        for (key, p), x in zip(self.params.items(), meta.values()):
-            if p.requires_grad:
-                size = kept.held(x, self.ranks)
-                size = replay.Param(
-                    numel=size // x.element_size(),
-                    bytes=kept.rounded(size, self.device),
-                    scratch=scratch.get(key, 0),
-                    uses=uses[id(p)],
-                    direction=directions.get(key, 0),
-                )
-                sizes.append(size)
-        return sizes
+        self, meta: counting.Params, twin: Twin, release: bool
+    ) -> tuple[list[Sizes], int]:
+        """Return the sizes of the trainable parameters, and bytes of temporaries.
 
-    def peak(
-        self,
-        traced: Trace | None,
-        sizes: list[replay.Param],
-        dtype: torch.dtype,
-        release: bool,
-        buffer: torch.dtype | None,
-    ) -> replay.Peak:
+        The latter are of the update of all, or (release) of those that wait for each other.
+        """
+        uses = Counter(
+            id(p) for _, p in self.model.named_parameters(remove_duplicate=False)
+        )
+        trained = {name: p for name, p in twin.params.items() if p.requires_grad}
+        waiting = [p for p in trained.values() if not release or p.numel() < SMALL]
+        sizes: list[Sizes] = []
+        for name, p in trained.items():
+            size = counting.held(meta[name], self.ranks)
+            alone = release and p.numel() >= SMALL
+            scratch = twin.temporaries([p], self.device) // self.ranks if alone else None
+            size = Sizes(
+                numel=size // p.element_size(),
+                bytes=counting.rounded(size, self.device),
+                uses=uses[id(self.params[name])],
+                scratch=scratch,
+            )
+            sizes.append(size)
+        return sizes, -(-twin.temporaries(waiting, self.device) // self.ranks)
+
+    def peak(self, traced: Trace | None, sizes: list[Sizes], how: Handling) -> Peak:
         """Return the bytes at the worst moment of a step in one process."""
-        handling = replay.Handling(release, self.backwards, self.device, dtype, buffer)
         if not self.is_sharded():
-            return replay.peak_of(traced, sizes, handling)
+            return peak_of(traced, sizes, how)
         parts = to_local([p.detach() for p in self.params.values()])
         whole, local = (sum(map(Tensor.numel, x)) for x in (self.params.values(), parts))
         # Processes that the model is or will be divided among.
         processes = max(self.ranks, -(-whole // max(local, 1)))
-        unit = replay.largest_unit(self.model, dtype)
-        return replay.sharded_peak(traced, sizes, handling, unit, processes)
+        block, rest = _largest_unit(self.model, how.dtype)
+        gradients = sum(p.bytes for p in sizes)
+        if how.release:  # they are reduced and released block by block
+            gradients = how.sums(sizes) + max(block, rest) // processes
+        # Two blocks with their gradients are whole, the running and the prefetched one.
+        # Parameters in no block are whole from forward to the end of backward.
+        update = max([how.scratch, *[p.scratch or 0 for p in sizes]])
+        scratch = 2 * (2 * block + rest) + update
+        if traced is None:
+            return Peak(gradients, None, scratch, "backward")
+        owners = {e.block for e in traced.events if e.param >= 0}
+        activations = most_alive(e for e in traced.events if e.block not in owners)
+        return Peak(gradients, activations, scratch, "backward")
+
+
+def _largest_unit(model: nn.Module, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the bytes of the largest block, and of all parameters in no block.
+
+    Blocks are the members of lists and sequences. fully_shard is usually applied to each of
+    them, and last to the model. What it gathers is an estimate.
+    """
+    units = [*_blocks(model), model]
+    *blocks, whole = [sum(p.numel() for p in unit.parameters()) for unit in units]
+    rest = max(0, whole - sum(blocks))
+    return max(blocks, default=0) * dtype.itemsize, rest * dtype.itemsize
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        return list(module.children())
+    return [block for child in module.children() for block in _blocks(child)]
 
 
 def _may_release(

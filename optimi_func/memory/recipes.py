@@ -1,18 +1,21 @@
 """Recipes for training a model, in order of fidelity, with their bytes."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from optimi_func.classes.base import BaseOptimizer
+from optimi_func.core.codes import remainder_dtype
 from optimi_func.core.lists import table
 from optimi_func.core.rule import Storage, StorageLike
+from optimi_func.core.storage import storage_of
 from optimi_func.gradient_release import GradientRelease, prepare_for_gradient_release
-from optimi_func.memory.kept import Factory, parse_size, takes_model
-from optimi_func.memory.trace import cast_dtype
+from optimi_func.memory.counting import Factory, cast_dtype, takes_model
 
 # Storages of parameters and moments; those that lose least in a step come first.
 WAYS: list[tuple[str, torch.dtype, StorageLike | None]] = [
@@ -27,6 +30,50 @@ WAYS: list[tuple[str, torch.dtype, StorageLike | None]] = [
 ]
 PARTS = ("parameters", "gradients", "state", "activations", "scratch")
 _COLORS = ("#4c78a8", "#e45756", "#9ecae9", "#f2b950", "#8c8c8c")  # of a picture's bars
+
+
+_UNITS = {
+    **{"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+    **{"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40},
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+)\s*")
+# A smaller number was meant in a larger unit: no model trains in so few bytes.
+_LEAST = 10**6
+
+
+def parse_size(name: str, size: object) -> int:
+    """Convert "24GB" (10^9), "16GiB" (2^30) or a number of bytes to bytes, or raise."""
+    allowed = 'allowed are sizes such as "24GB" and "16GiB", and numbers of bytes'
+    if isinstance(size, bool) or not isinstance(size, str | Real):
+        raise TypeError(f"{name}={size!r}: {allowed}")
+    number = 0.0
+    if not isinstance(size, str):
+        number = float(size)
+        if 0 < number < _LEAST:
+            raise ValueError(
+                f"{name}={size!r} is a number of bytes, less than a megabyte: write the "
+                f'unit, as in "{size:g}GB" or "{size:g}B"'
+            )
+    elif match := _SIZE.fullmatch(size):
+        number = float(match[1]) * _UNITS.get(match[2].upper(), 0)
+    if not 1 <= number < float("inf"):
+        raise ValueError(f"{name}={size!r}: {allowed}")
+    return int(number)
+
+
+def slower_by(
+    dtype: torch.dtype, storage: StorageLike | None, release: bool, device: str
+) -> str:
+    """Return what makes a training step of a recipe slower, and "-" for nothing."""
+    reasons: list[str] = []
+    if (dtype == torch.float32) == (device == "cuda"):
+        reasons.append(f"{str(dtype).removeprefix('torch.')} products")
+    chosen = storage_of(storage)
+    if chosen.coded:
+        reasons.append("codes")
+    if remainder_dtype(torch.empty(0, dtype=dtype), chosen.param) is not None:
+        reasons.append("compensation")
+    return ", ".join([*reasons, *["hooks"] * release]) or "-"
 
 
 def check_undecided(options: Mapping[str, object]) -> None:
@@ -64,6 +111,9 @@ class Recipe:
             None if no loss_fn and batch were given.
         scratch: Bytes of an update's temporaries, and of parameters that fully_shard
             gathers.
+        slower: What makes a training step slower than the fastest recipe's: products in
+            float32 on a GPU, or in bfloat16 on a CPU (unless it has instructions for them),
+            codes of 8-bit moments, compensations, hooks of gradient release. "-": nothing.
         phase: The worst moment is in "forward", "backward" or "step".
         fits: True if the peak is within the budget.
         estimated: Names of parts that are estimates: "activations" for attention on CUDA,
@@ -82,6 +132,7 @@ class Recipe:
     activations: int | None
     scratch: int
     phase: str
+    slower: str
     fits: bool = False
     estimated: tuple[str, ...] = ()
     optimizer: Factory = field(repr=False, kw_only=True)
@@ -145,7 +196,7 @@ class MemoryPlan:
     Attributes:
         title: The model, the optimizer and the device.
         budget: Bytes.
-        recipes: The most faithful first.
+        recipes: In the order in which one would try them: see `plan`.
     """
 
     title: str
@@ -154,7 +205,7 @@ class MemoryPlan:
 
     @property
     def best(self) -> Recipe:
-        """The most faithful recipe that fits; raises ValueError if none does."""
+        """The first recipe that fits; raises ValueError if none does."""
         if fitting := [recipe for recipe in self.recipes if recipe.fits]:
             return fitting[0]
         least = min(self.recipes, key=lambda recipe: recipe.peak)
@@ -166,16 +217,16 @@ class MemoryPlan:
     def __str__(self) -> str:
         """Return the table and the name of the best recipe."""
         name, unit = unit_of(self.recipes)
-        rows: list[list[str]] = [["recipe", *PARTS, "peak", "in", "fits"]]
+        rows: list[list[str]] = [["recipe", *PARTS, "peak", "in", "fits", "slower by"]]
         for r in self.recipes:
             sizes = [getattr(r, part) for part in (*PARTS, "peak")]
             cells = ["-" if x is None else f"{x / unit:.2f}" for x in sizes]
             for part in r.estimated:
                 cells[PARTS.index(part)] = "~" + cells[PARTS.index(part)]
             cells[-1] = ("~" if r.estimated else "") + cells[-1]
-            rows.append([r.name, *cells, r.phase, "yes" if r.fits else "no"])
+            rows.append([r.name, *cells, r.phase, "yes" if r.fits else "no", r.slower])
         title = f"{self.title}; budget {self.budget / unit:.2f} {name}, sizes in {name}"
-        return "\n".join([title, table(rows, left=(0,)), *self._notes()])
+        return "\n".join([title, table(rows, left=(0, len(rows[0]) - 1)), *self._notes()])
 
     def _notes(self) -> list[str]:
         names = [recipe.name for recipe in self.recipes if recipe.fits]

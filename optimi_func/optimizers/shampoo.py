@@ -131,7 +131,7 @@ class Shampoo(SOAP, name="shampoo"):
             v = b2 * v + a2 * (d * d)
             u = mean / (root(c2 * v.reshape(shape)) + eps)
         if sides:
-            bases, length = known(flat, sides), norm(u)
+            bases, length = known(flat, sides, at), norm(u)
             if self.kl:
                 values, scales = scaled(values.detach(), sides, len(shape))
                 scale = reduce(mul, scales.values())

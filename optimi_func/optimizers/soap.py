@@ -12,6 +12,7 @@ from torch import Tensor
 
 from optimi_func.core.checks import check_whole, value_of
 from optimi_func.core.math import choose, power, sqrt, symmetric
+from optimi_func.core.rehearsal import device_type, is_rehearsed
 from optimi_func.core.rule import Scalar
 from optimi_func.core.torch_private import is_unwatched, level_of
 from optimi_func.rules import Betas, Body, Float, Shaped, functions, root, rounded
@@ -134,7 +135,7 @@ class SOAP(Body, name="soap"):
         # Owners of shards do not know the order of memory, on which results would depend.
         g, m, v = (y.reshape(shape).contiguous() for y in (d, *s[:2]))
         factors, flat = s[2:]
-        bases = known(flat, sides)
+        bases = known(flat, sides, at)
         z = rotated(g, bases)
         m = b1 * m + a1 * z
         v = b2 * v + a2 * (z * z)
@@ -164,14 +165,15 @@ def squares(flat: Tensor, sides: dict[int, int]) -> Squares:
     return {i: x.unflatten(0, (n, n)) for (i, n), x in zip(sides.items(), parts)}
 
 
-def known(flat: Tensor, sides: dict[int, int]) -> Squares:
+def known(flat: Tensor, sides: dict[int, int], at: Any) -> Squares:
     """Return the bases, which derivatives hold fixed: equal eigenvalues have no others'."""
     bases = squares(flat.detach(), sides)
     # Of a leaf whose first gradient comes late in its tree: they are not known yet.
     for i, q in bases.items():
-        if not is_readable(q):
+        on_cpu = is_rehearsed(q.device) and device_type(q.device) == "cpu"
+        if not (on_cpu or is_readable(q)):
             bases[i] = torch.where(q.any(), q, torch.ones_like(q[0]).diag())
-        elif not q[0].any():  # a row of a basis has a length of 1
+        elif at == 1 if on_cpu else not q[0].any():  # a row of a basis has a length of 1
             bases[i] = torch.ones_like(q[0]).diag()
     return bases
 

@@ -48,6 +48,23 @@ def trained_peak(
     return peak_bytes(training, steps, whole=True)
 
 
+def stepped_peak(make: Callable[[], Any], steps: int = 4) -> int:
+    """The most bytes at once in some steps of an optimizer, with what it steps.
+
+    `make` makes it, its parameters and their gradients.
+    """
+
+    def training():
+        optimizer = make()
+        optimizer.init_state()
+        return int, lambda: [optimizer.step() for _ in range(steps)]
+
+    # What is made once a process is there before.
+    training()[1]()
+    gc.collect()
+    return peak_bytes(training, 1, whole=True)
+
+
 def allocated_by(run: Callable[[], Any], tries: int = 1) -> int:
     """The most bytes of CPU memory that torch takes while something runs.
 

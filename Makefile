@@ -8,7 +8,7 @@ TORCH ?=
 # What decides the random draws of the tests: nothing in the gate, the date at night.
 SEED ?=
 # Of soak, the rows that each test has in the gate.
-ROWS ?= 1
+ROWS ?= 2
 VENV := .venv$(addprefix -,$(subst /,-,$(filter-out python3,$(PYTHON))))$(addprefix -torch,$(TORCH))
 BIN := $(VENV)/bin
 # Newer than what it was installed from exactly when .venv is up to date.
@@ -42,7 +42,7 @@ help:
 	@echo "make test    run the tests of every behaviour, mostly uncompiled (5 minutes)"
 	@echo "make test-full  run the others: more kernels, processes, trainers (8 minutes)"
 	@echo "make test-all   both, as before a merge"
-	@echo "make soak    run a row of each of the widest tables; ROWS=9: more of them"
+	@echo "make soak    run two rows of each of the widest tables; ROWS=9: more of them"
 	@echo "make cuda-offline  assemble and interpret the CUDA kernels, without a GPU (minutes)"
 	@echo "make nightly  run all tests and all of soak with other random draws each day (hours)"
 	@echo "make nightly SEED=2026-11-29 PARTS=soak  repeat a part of one of them"

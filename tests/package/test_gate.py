@@ -131,18 +131,12 @@ def test_skips():
 """
 
 
-def session(folder: Path, text: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def session(
+    folder: Path, text: str, workers: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run pytest over one file, with the plugin that looks at skips."""
     (folder / "test_x.py").write_text(text)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:xdist",
-        "-p",
-        "no:hypothesispytest",
-    ]
+    command = [sys.executable, "-m", "pytest", "-n", workers, "-p", "no:hypothesispytest"]
     command += ["-c", "/dev/null", "--rootdir", str(folder), "-q", "test_x.py"]
     (folder / "conftest.py").write_text(
         f"import sys\nsys.path.insert(0, {str(ROOT / 'tests/support')!r})\n"
@@ -154,19 +148,19 @@ def session(folder: Path, text: str, **variables: str) -> subprocess.CompletedPr
 
 
 @pytest.mark.parametrize(
-    ("text", "variables", "status"),
+    ("text", "workers", "variables", "status"),
     [
-        (SKIPPING.format(reason="needs CUDA"), {"CI": "true"}, 0),
-        (SKIPPING.format(reason="triton is 3.10, not 3.9"), {}, 0),
-        (SKIPPING.format(reason="triton is 3.10, not 3.9"), {"CI": "true"}, 1),
-        ("import pytest\npytest.importorskip('no_such_module')\n", {"CI": "true"}, 1),
+        (SKIPPING.format(reason="needs CUDA"), "1", {"CI": "true"}, 0),
+        (SKIPPING.format(reason="triton is 3.10, not 3.9"), "0", {}, 0),
+        (SKIPPING.format(reason="triton is 3.10, not 3.9"), "1", {"CI": "true"}, 1),
+        ("import pytest\npytest.importorskip('no_such_module')\n", "1", {"CI": "true"}, 1),
     ],
     ids=["allowed", "at home", "another", "a file"],
 )
 def test_a_skip_needs_a_reason_that_is_allowed(
-    text: str, variables: dict[str, str], status: int, tmp_path: Path
+    text: str, workers: str, variables: dict[str, str], status: int, tmp_path: Path
 ) -> None:
-    done = session(tmp_path, text, **variables)
+    done = session(tmp_path, text, workers, **variables)
     said = "skipped for reasons that tests/support/skips.py does not allow" in done.stdout
     assert done.returncode == status, done.stdout
     assert said == ("needs CUDA" not in text)

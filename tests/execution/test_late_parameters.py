@@ -7,13 +7,14 @@ step is compared with the same way for that parameter alone, bit for bit.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cases import NAMES, NO_CODES, REFUSE_STATES, SOME, Case
+from cases import NAMES, NO_CODES, REFUSE_STATES, SCHEDULE_FREE, SOME, Case
 from tiers import few
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -22,10 +23,10 @@ from optimi_func import compiled, prepare_for_gradient_release
 from optimi_func.core.rule import Storage
 from optimi_func.rules import Optimizer, Wide
 
-# The steps at which each parameter has a gradient. The second starts late, and each of the
-# first two misses some; the last, which misses none, is a tree's clock, because the leaves
-# of a tree have one step count.
-AT = ((0, 1, 2, 4, 5, 6, 7), (2, 3, 5, 6, 7), tuple(range(8)))
+# The steps at which each parameter has a gradient. Three start late and miss some, so that
+# the second has as many steps as the first at 2, and as many as the last at 5. The third,
+# which misses none, is a tree's clock, because the leaves of a tree have one step count.
+AT = ((1, 2, 4, 5, 6, 7), (1, 2, 5, 6, 7), tuple(range(8)), (2, 3, 5, 6, 7))
 CLOCK, STEPS = 2, 8
 # What all parameters of these have in common follows from all of them.
 JOINED = tuple(n for n in NAMES if Case(n).functional().rule.join is not None)
@@ -44,6 +45,8 @@ class Problem(NamedTuple):
     storage: Any = None
     gaps: bool = False  # tensors with gaps in memory, which no kernel takes
     extras: Mapping[str, Any] = {}  # for each parameter
+    lr: float = 0.02
+    drift: float = 0.0  # what all gradients have in common
 
     def tensor(self, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
@@ -58,7 +61,9 @@ class Problem(NamedTuple):
     def grads(self, t: int, present: Collection[int]) -> list[Tensor | None]:
         """The gradients of a step; a parameter's are the same whatever else is there."""
         return [
-            self.tensor(100 * t + i + 10) if i in present and t in steps else None
+            self.tensor(100 * t + i + 10) + self.drift
+            if i in present and t in steps
+            else None
             for i, steps in enumerate(AT)
         ]
 
@@ -74,7 +79,7 @@ def entries(optimizer: Any, params: Iterable[Any]) -> list[Any]:
 
 def made(problem: Problem, params: Any, **how: Any) -> Any:
     options = {"compile": False, "storage": problem.storage, **problem.case.options, **how}
-    return problem.case.cls(params, lr=0.02, **options)
+    return problem.case.cls(params, lr=problem.lr, **options)
 
 
 def by_class(problem: Problem, present: Collection[int], **how: Any) -> History:
@@ -114,7 +119,7 @@ def by_release(problem: Problem, present: Collection[int]) -> History:
 
 def by_released_value(problem: Problem, present: Collection[int]) -> History:
     model = nn.ParameterList(problem.params())
-    handle = prepare_for_gradient_release(model, problem.case.functional())
+    handle = prepare_for_gradient_release(model, problem.case.functional(problem.lr))
     found = [copied(model, handle.state.leaves.values())]
     for t in range(STEPS):
         backward(model, problem.grads(t, present))
@@ -127,7 +132,7 @@ def by_tree(
     problem: Problem, present: Collection[int], step: Callable[..., Any]
 ) -> History:
     params = [p.detach() for p in problem.params()]
-    value = problem.case.functional()
+    value = problem.case.functional(problem.lr)
     state = value.init(params, storage=problem.storage)
     found = [copied(params, state.leaves)]
     for t in range(STEPS):
@@ -161,7 +166,7 @@ TREES = ("pure", "compiled", "compiled in place", "released value")
 def check(problem: Problem, way: str) -> None:
     run = partial(WAYS[way], problem)
     together = run(range(len(AT)))
-    for i in (0, 1):
+    for i in (0, 1, 3):
         alone = run({i, CLOCK} if way in TREES else {i})
         start, end = alone[0][i][0], alone[-1][i][0]
         assert not torch.equal(start, end), "it does not move"
@@ -231,6 +236,57 @@ def test_codes_of_every_rule_are_rounded_by_the_parameters_own_count(case: Case)
     check(STORED["8bit"]._replace(case=case), "eager")
 
 
+# What several parameters have in common.
+
+
+@pytest.mark.parametrize("way", [way for way in EAGER if way != "pure"])
+@pytest.mark.parametrize("name", JOINED)
+def test_sums_over_parameters_of_which_some_start_late(name: str, way: str) -> None:
+    """The pure step, whose leaves have one count, has the same estimate after each step."""
+    problem = Problem(Case(name), dtype=torch.float64, lr=1.0, drift=0.5)
+    present, found = range(len(AT)), list[History]()
+    for some in ("pure", way):
+        found.append(WAYS[some](problem, present))
+    for t, (want, got) in enumerate(zip(*found)):
+        for i, (ours, theirs, start) in enumerate(zip(got, want, problem.params())):
+            if t == 0:
+                continue
+            moved = (theirs[0] - start.detach()).norm()
+            assert (ours[0] - theirs[0]).norm() <= 1e-12 * moved, (i, t)
+    numbers = [
+        x.item() for x in found[1][-1][0] if x.dim() == 0 and x.dtype == x.double().dtype
+    ]
+    assert max(numbers) > 0.1  # the estimate, from 0.05
+
+
+@pytest.mark.parametrize("way", ["eager", "foreach", "capturable"])
+@pytest.mark.parametrize("name", SCHEDULE_FREE)
+def test_equal_step_counts_do_not_share_other_running_scalars(name: str, way: str) -> None:
+    """A parameter that comes from another optimizer has its own sum of weights."""
+    how = {"foreach": True, "compile": None} if way == "foreach" else {}
+    how |= {"capturable": True} if way == "capturable" else {}
+    problem = Problem(Case(name, {"warmup_steps": 3} if "radam" not in name else {}))
+    ends: list[list[list[Tensor]]] = []
+    for present in ((0, 1), (0,), (1,)):
+        params = problem.params()[:2]
+        for lr, p in zip((0.02, 0.3), params):
+            p.grad = torch.ones_like(p)
+            before = made(problem, [p], **how)
+            before.param_groups[0]["lr"] = lr
+            for _ in range(6):
+                before.step()
+            p.state = before.state[p]
+        optimizer = made(problem, [params[i] for i in present], **how)
+        for i in present:
+            optimizer.state[params[i]] = params[i].state
+        for _ in range(3):
+            optimizer.step()
+        ends.append(copied(params, entries(optimizer, params)))
+    both, *alone = ends
+    for i in (0, 1):
+        assert all(map(torch.equal, both[i], alone[i][i])), i
+
+
 # What differs within one step.
 
 
@@ -246,8 +302,8 @@ class Weighed(Optimizer):
 
 
 WEIGHED = SimpleNamespace(cls=Weighed, options={})
-WHOLE = [torch.full((8, 6), x) for x in (0.5, 2.0, 3.0)]
-NUMBERS = list(map(torch.tensor, (0.25, 4.0, 8.0)))
+WHOLE = [torch.full((8, 6), x) for x in (0.5, 2.0, 3.0, 5.0)]
+NUMBERS = list(map(torch.tensor, (0.25, 4.0, 8.0, 2.0)))
 EXTRAS = {
     "numbers": {"weight": NUMBERS, "scale": NUMBERS[::-1]},
     "one of both for all": {"weight": NUMBERS, "scale": 0.5},
@@ -307,6 +363,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "clip_value": {"clip_value": 0.5},
     "skip_nonfinite": {"skip_nonfinite": True},
     "both": {"skip_nonfinite": True, "clip_param_norm": 2.0},
+    # Plans from before then know of no flags on the device.
+    "skip_nonfinite from a later step on": {"skip_nonfinite": True},
 }
 
 
@@ -322,13 +380,17 @@ def test_each_is_clipped_and_skipped_by_its_own_gradient(
         model = nn.ParameterList(problem.params())
         how = {"gradient_release": True, "capturable": capturable}
         optimizer = made(problem, model.parameters(), **how)
-        handle = prepare_for_gradient_release(model, optimizer, **CHANGES[change])
+        later = "later" in change
+        how = {} if later else CHANGES[change]
+        handle = prepare_for_gradient_release(model, optimizer, **how)
         for t in range(STEPS):
+            if later and t == 3:
+                handle.options = replace(handle.options, **CHANGES[change])
             grads = problem.grads(t, present)
             if "skip_nonfinite" in CHANGES[change]:
-                # The first parameter's at 4, the second's at 5 and the last's at 3.
+                bad = (6, 5, 3, 7)  # the step at which each has a NaN
                 grads = [
-                    None if g is None else g * torch.nan if t == 4 + (2, 1, -1)[i] else g
+                    None if g is None else g * torch.nan if t == bad[i] else g
                     for i, g in enumerate(grads)
                 ]
             if backward(
@@ -337,10 +399,10 @@ def test_each_is_clipped_and_skipped_by_its_own_gradient(
                 optimizer.step()
         return copied(model, entries(optimizer, model)), handle.skipped
 
-    together, skipped = run({0, 1, 2})
-    for i in (0, 1, 2):
+    together, skipped = run(range(len(AT)))
+    for i in range(len(AT)):
         alone, own = run({i})
         assert {k: n for k, n in skipped.items() if k == str(i)} == own
         for x, y in zip(together[i], alone[i], strict=True):
             assert torch.equal(x, y), i
-    assert len(skipped) == 3 * ("skip_nonfinite" in CHANGES[change])
+    assert len(skipped) == len(AT) * ("skip_nonfinite" in CHANGES[change])

@@ -122,7 +122,8 @@ COUNTS |= {"schedule_free_adamw": 26}
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_operations_of_a_kernel(name: str) -> None:
     count = operations(name, **usual(name).options).count("=")
-    assert count == COUNTS.get(name, count)
+    if name in COUNTS:
+        assert count == COUNTS[name]
     assert count <= allowed(name), "leave out what defaults do not need"
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from noise import plain_normals
 from torch import Tensor
 
-from optimi_func.core.philox import normals
 from optimi_func.rules import Optimizer
 
 FOLDER = Path(__file__).parents[2] / "examples" / "rules"
@@ -240,7 +240,8 @@ def d_adaptation(params: Any, grads: Any, lr: float, first: float) -> Any:
 
 def drawn(params: Any, seed: int, t: int) -> list[Tensor]:
     """Return the noise of a step, from 0."""
-    return normals(torch.tensor(seed), torch.tensor(t), [*params])
+    noise = [plain_normals(seed, t, i, p.numel()) for i, p in enumerate(params)]
+    return [z.to(p.dtype).view(p.shape) for p, z in zip(params, noise)]
 
 
 def drawn_whole(
@@ -248,9 +249,8 @@ def drawn_whole(
 ) -> tuple[Tensor, ...]:
     """Return what `normal` draws for the parameter at a place, in calls of these shapes."""
     counts = [-(-math.prod(shape) // 4) * 4 for shape in shapes]
-    like = torch.empty(sum(counts), dtype=torch.float64)
-    (z,) = normals(torch.tensor(seed), torch.tensor(t), [like], first=2**31 + place)
-    assert z is not None
+    # Counted from 2^31, so that they are other numbers than those of directions.
+    z = plain_normals(seed, t, 2**31 + place, sum(counts))
     parts = zip(z.split(counts), shapes)
     return tuple([x[: math.prod(shape)].view(shape) for x, shape in parts])
 

@@ -17,6 +17,7 @@ import torch
 from cases import ELEMENTWISE, NAMES, SENSITIVE, Case, assert_moved_alike
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from noise import plain_philox
 from tiers import few
 from torch import Tensor
 from torch.func import grad, jvp, vmap
@@ -102,21 +103,6 @@ def plain_value(g: Tensors, i: int, number: float) -> Tensors:
 def plain_centralize(g: Tensors, i: int, number: float) -> Tensors:
     rows = [row - sum(row) / len(row) for row in g["w"]]
     return {"w": torch.stack(rows), "b": g["b"]}
-
-
-def plain_philox(counter: list[int], key: list[int]) -> list[int]:
-    """As the paper has it, in Python's integers."""
-    word = 2**32 - 1
-    for _ in range(10):
-        first, second = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
-        counter = [
-            (second >> 32) ^ counter[1] ^ key[0],
-            second & word,
-            (first >> 32) ^ counter[3] ^ key[1],
-            first & word,
-        ]
-        key = [(key[0] + 0x9E3779B9) & word, (key[1] + 0xBB67AE85) & word]
-    return counter
 
 
 SEED = 5 * 2**32 + 7

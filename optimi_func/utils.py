@@ -16,6 +16,7 @@ from optimi_func.core.distributed import (
 )
 from optimi_func.core.math import norm_of_shards
 from optimi_func.core.torch_private import clip_factor, norms_of
+from optimi_func.gradient_release.handle import releases_on
 from optimi_func.state.convert import Group
 
 
@@ -138,7 +139,8 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: A number out of its range, or a gradient with Partial placements.
-        RuntimeError: error_if_nonfinite and such a norm.
+        RuntimeError: error_if_nonfinite and such a norm, or parameters whose gradients are
+            gone, because gradient release has applied them in backward.
 
     >>> p = nn.Parameter(torch.zeros(2))
     >>> p.grad = torch.tensor([3.0, 4.0])
@@ -151,6 +153,7 @@ def clip_grad_norm_(
         raise ValueError(f"{text}: allowed are numbers from 0, and above 0")
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     params = [p for p in params if p.requires_grad or p.grad is not None]
+    _check_unreleased(params)
     grads: list[Any] = [p.grad for p in params]
     for i, g in enumerate(grads):
         check_placed(f"[{i}].grad", g)
@@ -170,6 +173,21 @@ def clip_grad_norm_(
         if x is not None:
             x.mul_(factor.to(x.device))
     return total
+
+
+def _check_unreleased(params: list[Tensor]) -> None:
+    """Raise if gradient release has applied and freed the gradients that are asked for."""
+    for release in releases_on(params):
+        released = {*release.params.values()}.intersection(params)
+        if all(p.grad is None for p in released):
+            raise RuntimeError(
+                f"clip_grad_norm_ of {len(released)} parameters whose gradients "
+                f"{type(release.optimizer).__name__} has applied and freed in backward "
+                "(gradient release): nothing is left to clip. Pass clip_global_norm="
+                f"{release.options.clip_global_norm or 1.0} to "
+                "prepare_for_gradient_release, with handle.backward(loss_fn), or with "
+                "accumulation='buffer' without accumulation_steps"
+            )
 
 
 def _shards(p: Tensor, g: Tensor | None) -> ShardSpec | None:

@@ -7,6 +7,7 @@ GPT-2.
 """
 
 import argparse
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers import (
 )
 
 from optimi_func import (
+    EMA,
     AdamW,
     ScheduleFreeAdamW,
     prepare_for_gradient_release,
@@ -34,7 +36,11 @@ STEPS = 20
 
 # --8<-- [start:release]
 class Release(TrainerCallback):
-    """Gradient release with an optimizer that the Trainer makes."""
+    """Gradient release with an optimizer that the Trainer makes.
+
+    The norm of the gradients goes into the Trainer's log if the options
+    measure it: `Release(grad_norm=True)`.
+    """
 
     def __init__(self, **options: Any) -> None:
         self.options = options  # of prepare_for_gradient_release
@@ -48,7 +54,9 @@ class Release(TrainerCallback):
     ) -> None:
         if args.max_grad_norm:
             raise ValueError(
-                "the Trainer would clip nothing: set max_grad_norm=0"
+                "the Trainer would clip nothing: set max_grad_norm=0, and to "
+                "clip pass Release(accumulation='buffer', accumulation_steps"
+                f"=None, clip_global_norm={args.max_grad_norm})"
             )
         steps, options = args.gradient_accumulation_steps, self.options
         if steps > 1:
@@ -63,11 +71,81 @@ class Release(TrainerCallback):
             given["model"], optimizer, **options
         )
 
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float],
+        **given: Any,
+    ) -> None:
+        if "loss" in logs and self.handle.grad_norm is not None:
+            logs["grad_norm"] = self.handle.grad_norm.item()
+            state.log_history[-1]["grad_norm"] = logs["grad_norm"]
+
     def on_train_end(self, *_: Any, **given: Any) -> None:
         self.handle.remove()
 
 
 # --8<-- [end:release]
+
+
+# --8<-- [start:ema]
+class Averaged(TrainerCallback):
+    """Average the weights after each step, and evaluate the averages."""
+
+    def __init__(self, decay: float = 0.999) -> None:
+        self.decay, self.evaluation = decay, ExitStack()
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **given: Any,
+    ) -> None:
+        self.average = EMA(given["optimizer"].optimizer, self.decay)
+        if (file := self.file(args, state)).exists():  # a resumed run
+            self.average.load_state_dict(torch.load(file))
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **given: Any,
+    ) -> None:
+        self.average.update()  # once a step, not once a micro-batch
+        self.on_epoch_end(args, state, control)
+
+    def on_epoch_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **given: Any,
+    ) -> None:
+        if control.should_evaluate:
+            self.evaluation.enter_context(self.average.applied())
+
+    def on_evaluate(self, *_: Any, **given: Any) -> None:
+        self.evaluation.close()  # the trained weights again
+
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **given: Any,
+    ) -> None:
+        torch.save(self.average.state_dict(), self.file(args, state))
+
+    def file(self, args: TrainingArguments, state: TrainerState) -> Path:
+        folder = f"checkpoint-{state.global_step}"
+        return Path(args.output_dir) / folder / "average.pt"
+
+
+# --8<-- [end:ema]
 
 
 # --8<-- [start:average]

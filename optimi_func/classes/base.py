@@ -183,6 +183,7 @@ class BaseOptimizer(Fields, Checkpoints):
     _positional = ("decouple_lr", "max_lr", *POSITIONAL)
 
     factory: ClassVar[Callable[..., FunctionalOptimizer]]
+    step_calls = 0  # updates that move parameters, for `EMA`: several a step under release
     takes_extras = False  # True if a group's rule has extras
     given = MappingProxyType[str, Mapping[Tensor, Tensor]]({})  # by `give`
     # What a loss scaler may set: not 0 leaves a step out, and the factor of all gradients.
@@ -796,6 +797,8 @@ class BaseOptimizer(Fields, Checkpoints):
             facts = self._facts(divided, works)
             agree([x for holders in divided.values() for x in holders], facts)
         self._has_stepped = True
+        if write and count:
+            self.step_calls += 1
         if write and count and "step" in self.__dict__:
             self._opt_called = True  # A scheduler asks, and release need not call `step`.
         with nullcontext() if on_host or where is None else kernel_context(where):

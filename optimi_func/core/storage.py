@@ -130,7 +130,8 @@ def check_stored(rules: list[Rule], storage: Storage, params: list[Tensor]) -> l
     return [
         f"storage.moments='8bit': the shards of parameters of shapes {sorted(shapes)} cut "
         f"groups of {codes.GROUP} elements, which share a scale: their moments are not "
-        "kept in codes"
+        "kept in codes. For a checkpoint that another number of processes can load, save "
+        "optimizer.decoded_state_dict()"
     ]
 
 

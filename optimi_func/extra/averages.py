@@ -11,7 +11,7 @@ from torch import Tensor
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.classes.evaluation import Evaluated, write_local
 from optimi_func.classes.groups import names_of
-from optimi_func.core.checks import check_number
+from optimi_func.core.checks import check_number, check_source, warn_user
 from optimi_func.core.codes import to
 from optimi_func.core.distributed import distribute_like, to_local
 from optimi_func.core.leaf import compute_dtype
@@ -74,6 +74,10 @@ class EMA:
         first = 0.0 if debias else 1.0
         self.weight = torch.full((), first, dtype=torch.float64, device="cpu")
         self._averages: dict[Tensor, Tensor] = {}
+        self._seen, self._warned = (
+            (-1, 0),
+            False,
+        )  # the optimizer's steps at the last update
         self._compensations()
 
     def _members(self) -> list[Tensor]:
@@ -113,10 +117,14 @@ class EMA:
     def update(self) -> None:
         """Let the parameters of now join the averages; one added later begins as it is.
 
+        Call it once after each step. It warns if no step was taken since the last update,
+        as with a call for each micro-batch.
+
         Raises:
             RuntimeError: In eval mode (Schedule-Free), or inside of `applied()`.
         """
         self.optimizer.check_train_mode("EMA.update()")
+        self._check_stepped()
         decay = resolve("decay", self.decay, self.updates.clone())
         check_number("averaging decay", "decay", decay, below=1.0)
         self.weight.mul_(decay).add_(1.0 - decay)
@@ -127,6 +135,19 @@ class EMA:
             x = weight_of(part, comp, compute_dtype(p.dtype))
             average.lerp_(to(x, average.dtype), share)
         self.updates += 1
+
+    def _check_stepped(self) -> None:
+        """Warn once if the optimizer has taken no step since the last update."""
+        skipped = self.optimizer.skipped_steps
+        calls = self.optimizer.step_calls, skipped if isinstance(skipped, int) else 0
+        if self._seen == calls and not self._warned:
+            self._warned = True
+            warn_user(
+                "EMA.update() a second time since the optimizer's last step averages the "
+                "same weights again, so that averages follow them faster than decay says. "
+                "Call it once after each optimizer.step(), and not after each micro-batch"
+            )
+        self._seen = calls
 
     @contextmanager
     def applied(self) -> Generator[None]:
@@ -178,12 +199,19 @@ class EMA:
         # One that was frozen in the other run has an average, and here it has none yet.
         new = [p for p in names if p not in present and names[p] in averages]
         shapes = {names[p]: tuple(p.shape) for p in [*present, *new]}
-        saved_shapes = {name: tuple(x.shape) for name, x in averages.items()}
+        saved_shapes = {k: tuple(getattr(x, "shape", ())) for k, x in averages.items()}
         if shapes != saved_shapes or not {"updates", "weight"} <= {*state_dict}:
             differ = sorted(dict(shapes.items() ^ saved_shapes.items()))
             raise ValueError(f"EMA's state has other names or shapes: {differ}")
+        for p in [*present, *new]:
+            check_source(f"EMA's average of {names[p]}", averages[names[p]], p)
+        counts = {k: torch.as_tensor(state_dict[k]).detach() for k in ("updates", "weight")}
+        if odd := [k for k, x in counts.items() if x.numel() != 1 or x.is_complex()]:
+            raise ValueError(
+                f"EMA's {odd[0]} is {state_dict[odd[0]]!r:.80}: allowed is a number"
+            )
         self._averages = present | {p: master(p, None) for p in new}
         for p, x in self._averages.items():
             x.copy_(distribute_like(x, averages[names[p]]))
-        self.updates.copy_(state_dict["updates"])
-        self.weight.copy_(state_dict["weight"])
+        self.updates.copy_(counts["updates"].reshape(()))
+        self.weight.copy_(counts["weight"].reshape(()))

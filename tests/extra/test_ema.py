@@ -214,8 +214,54 @@ def test_parameters_that_join_later_begin_as_they_are() -> None:
     step(model, optimizer, 0)
     average.update()
     optimizer.add_param_group({"params": [("more", more)]})
+    step(model, optimizer, 1)
     average.update()
     assert torch.equal(average.averages["more"], more)
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_an_update_for_each_micro_batch_warns(release: bool) -> None:
+    model = net()
+    options = {**EAGER, "gradient_release": release}
+    optimizer = AdamW(model.named_parameters(), lr=1e-2, **options)
+    if release:
+        how = {"accumulation": "buffer", "accumulation_steps": 2}
+        handle = prepare_for_gradient_release(model, optimizer, **how)
+    average = EMA(optimizer, 0.9)
+    for i in range(4):  # once a step is right
+        sum((p.sum() for p in model.parameters()), torch.zeros(())).backward()
+        if i % 2 and not release:
+            optimizer.step()
+        if i % 2:
+            average.update()
+    sum((p.sum() for p in model.parameters()), torch.zeros(())).backward()
+    with pytest.warns(UserWarning, match="a second time since the optimizer's last step"):
+        average.update()
+    average.update()  # said once
+    if release:
+        handle.remove()
+
+
+def test_counts_that_do_not_fit_change_nothing() -> None:
+    model = net()
+    optimizer = AdamW(model.named_parameters(), lr=1e-2, **EAGER)
+    average = EMA(optimizer, 0.9)
+    step(model, optimizer, 0)
+    average.update()
+    before = copy.deepcopy(average.state_dict())
+    for key, bad in (("updates", torch.ones(2)), ("weight", 1j), ("averages", "sparse")):
+        saved = copy.deepcopy(before)
+        saved["averages"] = {k: x + 1 for k, x in saved["averages"].items()}
+        if key == "averages":
+            last = [*saved["averages"]][-1]
+            saved["averages"][last] = saved["averages"][last].to_sparse()
+        else:
+            saved[key] = bad
+        with pytest.raises((TypeError, ValueError), match="EMA's"):
+            average.load_state_dict(saved)
+        for k, x in average.averages.items():
+            assert torch.equal(x, before["averages"][k])
+        assert average.updates == before["updates"] and average.weight == before["weight"]
 
 
 def test_what_does_not_fit_is_refused() -> None:

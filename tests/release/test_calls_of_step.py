@@ -10,7 +10,7 @@ from released import EAGER, Net, assert_same, batch, both, flat, make, prepared,
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from optimi_func import SGD, prepare_for_gradient_release
+from optimi_func import SGD, clip_grad_norm_, prepare_for_gradient_release
 
 
 class Scaled(SGD):
@@ -192,3 +192,22 @@ def test_a_removal_that_finds_nothing_warns(recwarn: pytest.WarningsRecorder) ->
     assert not recwarn.list
     with pytest.warns(UserWarning, match="no hooks of prepare_for_gradient_release"):
         remove_gradient_release(model)
+
+
+def test_our_clipping_of_released_parameters_raises() -> None:
+    model, optimizer, handle = prepared(make(SGD))
+    model(batch(0)).square().mean().backward()
+    with pytest.raises(RuntimeError, match=r"SGD has applied .*clip_global_norm=1.0"):
+        clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(
+        RuntimeError, match="gradient release"
+    ):  # a part, and the norm of all
+        clip_grad_norm_([*model.first.parameters(), nn.Parameter(torch.ones(2))], 1.0)
+    with handle.paused():
+        model(batch(0)).square().mean().backward()
+    norm = clip_grad_norm_(model.parameters(), 1e-3)
+    assert norm > 1e-3
+    handle.remove()
+    optimizer.zero_grad()
+    model(batch(0)).square().mean().backward()
+    assert clip_grad_norm_(model.parameters(), 1e-3) == norm

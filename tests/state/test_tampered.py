@@ -290,3 +290,18 @@ def test_a_resumed_layout_is_the_run(layout: str, storage: Any, name: str) -> No
         assert torch.equal(x, resumed.state[v][key]), key
     resumed.reset(v)
     assert resumed.state[v]["step"] == 0
+
+
+def test_compact_moments_go_to_torch_by_torch_state_dict() -> None:
+    """A plain one loads there too, but torch's step raises, as from_torch.md says."""
+    w = nn.Parameter(torch.ones(128, 64))
+    ours = AdamW([w], storage=Storage(moments="8bit"), **EAGER)
+    w.grad = torch.ones_like(w)
+    ours.step()
+    theirs = torch.optim.AdamW([w], lr=1e-2, foreach=False)
+    theirs.load_state_dict(ours.state_dict())
+    with pytest.raises(KeyError, match="exp_avg"):
+        theirs.step()
+    theirs.load_state_dict(ours.torch_state_dict())
+    theirs.step()
+    assert theirs.state[w]["step"] == 2

@@ -737,7 +737,7 @@ class BaseOptimizer(Fields, Checkpoints):
         if last is not None and all(map(is_, inputs[1:], last[1:])):
             if inputs[0] is last[0]:
                 return bound
-            if type(inputs[0]) is float:
+            if type(inputs[0]) is type(last[0]) is float:
                 bound = bound.with_lr(inputs[0])
                 self._bound[id(group)] = inputs, bound
                 return bound

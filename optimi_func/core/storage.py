@@ -8,12 +8,13 @@ fields are decoded for it, and its results encoded.
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from optimi_func.core import checks, codes
 from optimi_func.core.pairs import as_real
@@ -244,8 +245,11 @@ def field_of(name: str) -> str:
     return name.removesuffix(_Q).removesuffix(_SCALE)
 
 
-# By rule, shape and dtype, because torch takes 5 us for a tensor without memory.
-_known: "WeakKeyDictionary[Rule, dict[object, dict[str, torch.Size]]]" = WeakKeyDictionary()
+# By `init`, the hyperparameters that it is called with, shape and dtype, because torch
+# takes 5 us for a tensor without memory.
+_known: "WeakKeyDictionary[object, dict[object, dict[str, torch.Size]]]" = (
+    WeakKeyDictionary()
+)
 
 
 def own_shapes(rule: Rule, p: Tensor) -> dict[str, torch.Size]:
@@ -254,7 +258,12 @@ def own_shapes(rule: Rule, p: Tensor) -> dict[str, torch.Size]:
         return {}
     if torch.compiler.is_compiling() or not all([type(n) is int for n in p.shape]):
         return _own_shapes(rule, p)
-    shapes, key = _known.setdefault(rule, {}), (p.shape, p.dtype)
+    init: Any = rule.init
+    numbers = init.keywords["numbers"] if isinstance(init, partial) else {}
+    if any([isinstance(x, Tensor) for x in tree_leaves(numbers)]):
+        return _own_shapes(rule, p)
+    shapes = _known.setdefault(getattr(init, "func", init), {})
+    key = p.shape, p.dtype, repr(numbers)
     if (found := shapes.get(key)) is None:
         if len(shapes) >= 256:
             shapes.clear()

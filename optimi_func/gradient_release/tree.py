@@ -55,7 +55,7 @@ class TreeOptimizer:
         with kernel_context(params[0].device):
             if self._step is None:
                 tree = FlatTree.of(self._params, self._params, self._state)
-                tree.check(self.optimizer.rule)
+                tree.check(self.optimizer.shaped_rule)
                 self._step = TreeUpdate(self.optimizer, tree, "auto")
             places = [self._places[p] for p in params]
             parts = self._step.update(places, grads, microbatches, write)

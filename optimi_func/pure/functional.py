@@ -109,10 +109,15 @@ class FunctionalOptimizer(Kept):
         """The mathematics of the optimizer."""
         raise NotImplementedError
 
-    @property
+    @derived
     def starting_rule(self) -> Rule:
         """The rule, with an `init` that knows these hyperparameters."""
         return self.rule
+
+    @property
+    def shaped_rule(self) -> Rule:
+        """The rule that states are checked by: `init` decides the shapes of some fields."""
+        return self.starting_rule if self.rule.whole_fields else self.rule
 
     @derived
     def decay(self) -> DecayKind:
@@ -347,7 +352,9 @@ class FunctionalOptimizer(Kept):
         Returns:
             New parameters and new state; if a gradient is None, the same objects.
         """
-        return self._step(FlatTree.of(params, grads, state).check(self.rule), rewrite)
+        return self._step(
+            FlatTree.of(params, grads, state).check(self.shaped_rule), rewrite
+        )
 
     def _step(
         self,
@@ -434,7 +441,7 @@ class FunctionalOptimizer(Kept):
             state: Its state, after the same steps.
         """
         # No gradients are needed, so the parameters are checked in their place.
-        tree = FlatTree.of(params, params, state).check(self.rule)
+        tree = FlatTree.of(params, params, state).check(self.shaped_rule)
         if self.rule.eval_point is None:
             return params
         scalars, at, _, cast = self._now(tree)

@@ -9,6 +9,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field, make_dataclass, repl
 from functools import partial, wraps
 from itertools import chain
 from typing import (
+    TYPE_CHECKING,
     Any,
     ClassVar,
     Concatenate,
@@ -17,6 +18,7 @@ from typing import (
     NoReturn,
     ParamSpec,
     Protocol,
+    Self,
     TypeAlias,
     TypeVar,
     cast,
@@ -30,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.classes.fields import EMPTY, Field, Params, made_field, read
 from optimi_func.classes.groups import TORCHS
-from optimi_func.core.checks import bind_call, is_on, shown
+from optimi_func.core.checks import bind_call, is_on, shown, value_of
 from optimi_func.core.philox import Noise
 from optimi_func.core.rule import DecayKind, PyTree, Rates, Rule, Scalar, StorageLike
 from optimi_func.core.storage import storage_of
@@ -117,8 +119,10 @@ class OwnRule(FunctionalOptimizer):
     def chosen(self) -> dict[str, object]:
         """The choices."""
         names = self.owner._choices
-        instance = self.owner.bare(_values_of(self)) if names else None
-        return {name: getattr(instance, name) for name in names}
+        instance = self.owner.bare(self._values) if names else None
+        found = {name: getattr(instance, name) for name in names}
+        # Of a tensor: methods are traced for the value that it has at this step.
+        return {k: _read(x) for k, x in found.items()}
 
     def __repr__(self) -> str:
         """Return the call that makes it, without defaults."""
@@ -170,14 +174,39 @@ class OwnRule(FunctionalOptimizer):
             where = f"{type(self).__name__}: {found[0]}"
             raise ValueError(f"{where}, but its {why}: allowed is the default")
 
-    @property
+    @derived
     def starting_rule(self) -> Rule:
         """The rule, with the class's `init` of these hyperparameters."""
         if not hasattr(self.owner, "init"):
             return self.rule
         numbers = resolve_tree("a number", self.numbers, _double(0.0))
         init: Any = self.rule.init
-        return replace(self.rule, init=partial(init, numbers=numbers))
+        rule = replace(self.rule, init=partial(init, numbers=numbers))
+        # Each pure step checks its state by it. Tensors may belong to a transformation.
+        if not torch.compiler.is_compiling() and self.has_numbers:
+            self.__dict__["starting_rule"] = rule
+        return rule
+
+    def with_lr(self, lr: float) -> Self:
+        """Return the optimizer with another learning rate.
+
+        Where the class's `check`, choices or decay have read lr, they are asked again.
+        """
+        if "lr" in self.__dict__.get("_read", ()):
+            return replace(self, lr=lr)
+        changed = super().with_lr(lr)
+        if "lr" in self.numbers:  # init may read it
+            changed.__dict__.pop("starting_rule", None)
+        return changed
+
+    @property
+    def _values(self) -> dict[str, object]:
+        """The hyperparameters, and the names of those that methods have read of them."""
+        own = self.__dict__
+        values = {name: own[name] for name in self.__dataclass_fields__ if name in own}
+        if not torch.compiler.is_compiling():
+            values["_read"] = self.__dict__.setdefault("_read", set[str]())
+        return values
 
     def likely_mistakes(self) -> list[str]:
         """Return warnings of options that are allowed, but probably a mistake."""
@@ -209,7 +238,7 @@ class OwnRule(FunctionalOptimizer):
                 f"direction takes {sorted(self.rule.extras)} (extras are its arguments but "
                 "g, s, t, x, z, r and c)"
             )
-        tree = FlatTree.of(params, grads, state).check(self.rule)
+        tree = FlatTree.of(params, grads, state).check(self.shaped_rule)
         if not self.rule.given:
             return self._step(tree, rewrite)
         leaf_extras: list[dict[str, Any]] = [{} for _ in tree.leaves]
@@ -238,6 +267,23 @@ def _trace(cls: "type[Body]", statics: tuple[object, ...]) -> bool:
     if not cls._used:  # written once, because it empties the caches of attributes
         cls._used = True
     return True
+
+
+class _Rate:
+    """lr of an instance that has values, where the class declares no field for it."""
+
+    def __get__(self, instance: Any, owner: object) -> Any:
+        if instance is None:
+            return self
+        if "lr" not in instance.__dict__:
+            raise AttributeError(
+                f"{type(instance).__name__!r} object has no attribute 'lr'"
+            )
+        return read(instance.__dict__, "lr")
+
+    # Without this, an item of `__dict__` would be read unseen.
+    def __set__(self, instance: Any, x: object) -> None:
+        instance.__dict__["lr"] = x
 
 
 class PureOf:
@@ -328,7 +374,9 @@ class Body(BaseOptimizer, metaclass=BodyType):
         super().__init_subclass__()
         defaults = {option.name: option.default for option in cls._own.values()}
         if traced and cls.at_definition and EMPTY not in defaults.values():
-            cls.rule_for(cls.statics_of(cls.bare(defaults)))
+            # Choices may read lr and weight_decay, also where these have no default.
+            tried = dict.fromkeys(RATES, 0.1) | defaults
+            cls.rule_for(cls.statics_of(cls.bare(tried)))
 
     def usual_decay(self) -> Decay:
         """Return the kind of decay without decouple_lr and corrected_decay."""
@@ -344,7 +392,7 @@ class Body(BaseOptimizer, metaclass=BodyType):
     @classmethod
     def with_values(cls, value: OwnRule) -> Any:
         """Return an instance with the hyperparameters of a value as attributes."""
-        return cls.bare(_values_of(value) | value.chosen)
+        return cls.bare(value._values | value.chosen)
 
     @classmethod
     def statics_of(cls, value: "OwnRule | Body") -> tuple[object, ...]:
@@ -411,9 +459,17 @@ class Body(BaseOptimizer, metaclass=BodyType):
         return rule
 
 
+if not TYPE_CHECKING:
+    Body.lr = _Rate()
+
+
 def key_of(statics: tuple[object, ...]) -> tuple[object, ...]:
     """Return a key: 1, 1.0 and True are equal, but not the same."""
     return statics, repr(statics)
+
+
+def _read(x: object) -> object:
+    return x.item() if isinstance(x, Tensor) and value_of(x) is not None else x
 
 
 def _double(x: float) -> Tensor:
@@ -425,11 +481,6 @@ def _hashable(x: Any) -> Any:
     if type(x) is dict:
         return tuple([(key, _hashable(y)) for key, y in x.items()])
     return tuple(map(_hashable, x)) if type(x) in (tuple, list) else x
-
-
-def _values_of(value: OwnRule) -> dict[str, object]:
-    values = value.__dict__
-    return {name: values[name] for name in value.__dataclass_fields__ if name in values}
 
 
 # Names that methods of a rule do not read.

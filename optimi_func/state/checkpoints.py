@@ -453,7 +453,11 @@ class Checkpoints(Optimizer):
             if "train_mode" in mine:
                 group["train_mode"] = options.get("train_mode", True)
             groups.append(group)
-            rule, storage, capturable = bound.rule, group_storage(mine), mine["capturable"]
+            rule, storage, capturable = (
+                bound.starting_rule,
+                group_storage(mine),
+                mine["capturable"],
+            )
             names = group.get("param_names", places)
             load = stored.loading(rule, capturable, storage, keep_dtypes)
             for name, p, saved in zip(names, mine["params"], entries):

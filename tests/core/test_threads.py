@@ -35,7 +35,7 @@ def test_values_that_another_thread_drops_are_returned(monkeypatch: Any) -> None
 
 def test_shapes_that_another_thread_drops_are_returned(monkeypatch: Any) -> None:
     rule = adafactor(lr=0.1).rule
-    monkeypatch.setattr(storage, "_known", {rule: Emptied()})
+    monkeypatch.setattr(storage, "_known", {rule.init: Emptied()})
     assert rule.whole_fields and {*storage.own_shapes(rule, torch.ones(3, 2))} == {
         *rule.whole_fields
     }

@@ -12,10 +12,10 @@ import weakref
 from typing import Any
 
 import pytest
-import tiers
+import seeds
 import torch
 from cases import CLASSES, NAMES, SCHEDULE_FREE, SOME
-from tiers import row
+from tiers import built, row
 from torch import Tensor, nn
 
 from optimi_func import (
@@ -244,7 +244,7 @@ ROWS = [(name, release) for name in NAMES for release in (False, True)]
 
 @pytest.mark.parametrize(
     ("name", "release"),
-    tiers.built(
+    built(
         [
             row(
                 *x,
@@ -263,7 +263,7 @@ def test_edits_move_what_belongs_to_a_parameter(name: str, release: bool) -> Non
 @pytest.mark.parametrize("name", NAMES)
 def test_long_edits_move_what_belongs_to_a_parameter(name: str) -> None:
     for seed in range(40):
-        run(name, tiers.random_seed() + seed, seed % 2 == 0, rounds=12)
+        run(name, seeds.number() + seed, seed % 2 == 0, rounds=12)
 
 
 # Single edits.

@@ -53,8 +53,9 @@ def bind_call(
     """Return all arguments of a constructor's call. Raise TypeError in the class's name."""
     takes = signature.parameters
     for key in kwargs.keys() - takes.keys():
-        near = get_close_matches(key, takes, 1)
-        meant = f": did you mean {near[0]!r}?" if near else f": allowed are {[*takes]}"
+        allowed = [x for x in takes if x != "self"]
+        near = get_close_matches(key, allowed, 1)
+        meant = f": did you mean {near[0]!r}?" if near else f": allowed are {allowed}"
         raise TypeError(f"{name} has no argument {key!r}{meant}")
     try:
         bound = signature.bind(*args, **kwargs)

@@ -186,7 +186,8 @@ class Mixed(Evaluated):
             if not all("rule" in group for group in state_dict.get("param_groups", ())):
                 raise ValueError(
                     "state_dict is no Mixed optimizer's: allowed are one, and a dict with "
-                    f"a state_dict for each of {rules}"
+                    f"a state_dict for each of {rules}. load_fitting(state_dict) takes "
+                    "what fits from the state of another optimizer"
                 )
             if strict:
                 _check_rules(named, state_dict)

@@ -553,3 +553,12 @@ def test_muonadamw_says_what_a_trainer_has_to_pass() -> None:
         factory()(net(), lr=1e-3)
     with pytest.raises(TypeError, match="MuonAdamW got a list: allowed is a module"):
         factory([{"params": list(net().parameters())}], lr=1e-3)
+
+
+def test_errors_name_arguments_and_what_loads_other_states() -> None:
+    p = nn.Parameter(torch.ones(2))
+    with pytest.raises(TypeError, match=r"no argument 'zz': allowed are \['params'"):
+        Mixed([("a", p)], ("a", adamw()), zz=1)  # pyright: ignore[reportCallIssue]
+    optimizer = Mixed([("a", p)], ("a", adamw()), **EAGER)
+    with pytest.raises(ValueError, match=r"load_fitting\(state_dict\) takes what fits"):
+        optimizer.load_state_dict(AdamW([("a", p)]).state_dict())

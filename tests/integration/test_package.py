@@ -103,7 +103,7 @@ def test_the_wheel_has_the_package_and_nothing_else(built: tuple[Path, Path]) ->
     assert any(path.endswith("licenses/LICENSE") for path in paths)
     assert f"\nVersion: {optimi_func.__version__}\n" in text
     needed = [x for x in text.splitlines() if x.startswith("Requires-Dist")]
-    assert [x for x in needed if "extra ==" not in x] == ["Requires-Dist: torch>=2.11"]
+    assert [x for x in needed if "extra ==" not in x] == ["Requires-Dist: torch>=2.13"]
 
 
 @pytest.mark.night

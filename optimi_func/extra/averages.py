@@ -205,7 +205,12 @@ class EMA:
             raise ValueError(f"EMA's state has other names or shapes: {differ}")
         for p in [*present, *new]:
             check_source(f"EMA's average of {names[p]}", averages[names[p]], p)
-        counts = {k: torch.as_tensor(state_dict[k]).detach() for k in ("updates", "weight")}
+        how: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
+        saved_counts = {k: state_dict[k] for k in ("updates", "weight")}
+        counts = {
+            k: x.detach() if isinstance(x, Tensor) else torch.as_tensor(x, **how)
+            for k, x in saved_counts.items()
+        }
         if odd := [k for k, x in counts.items() if x.numel() != 1 or x.is_complex()]:
             raise ValueError(
                 f"EMA's {odd[0]} is {state_dict[odd[0]]!r:.80}: allowed is a number"

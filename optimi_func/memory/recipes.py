@@ -71,7 +71,7 @@ def slower_by(
     chosen = storage_of(storage)
     if chosen.coded:
         reasons.append("codes")
-    if remainder_dtype(torch.empty(0, dtype=dtype), chosen.param) is not None:
+    if remainder_dtype(torch.empty(0, dtype=dtype, device="cpu"), chosen.param) is not None:
         reasons.append("compensation")
     return ", ".join([*reasons, *["hooks"] * release]) or "-"
 

@@ -1,8 +1,9 @@
 """Small functions around private torch APIs that compiled/ and execution/ do not own.
 
-They were tried with torch 2.11 to 2.15; 2.13 is the oldest supported one. No public name does the
-same, and where one seems to, the docstring says why not. Tests named `test_private_...`
-fail if a new torch lacks a name. No function changes torch for other code.
+They are there in torch 2.11 to 2.15; 2.13 is the oldest supported one. No public name
+does the same, and where one seems to, the docstring says why not. Tests named
+`test_private_...` fail if a new torch lacks a name. No function changes torch for other
+code.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 import inspect
 from functools import lru_cache
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Protocol, Unpack
 
 from torch import Tensor
 from torch.optim.optimizer import StateDict
@@ -45,6 +45,26 @@ class Named:
     def __call__(self, path: str, p: Tensor) -> bool:
         del p
         return path in self.names
+
+
+class Part(NamedTuple):
+    """Parameters of a group that is added, with their optimizer and options besides."""
+
+    value: FunctionalOptimizer
+    options: Group
+    pairs: list[tuple[str, Tensor]]
+
+
+class Chooser(Protocol):
+    """The choice of parts for groups that are added after the constructor."""
+
+    def names(self, params: list[Tensor]) -> list[str | None]:
+        """Return the names of parameters, or None."""
+        ...
+
+    def parts(self, pairs: list[tuple[str, Tensor]], rule: str | None) -> list[Part]:
+        """Return the parts of named parameters; `rule` is the one that the group names."""
+        ...
 
 
 class Mixed(Evaluated):
@@ -92,6 +112,8 @@ class Mixed(Evaluated):
         **options: Unpack[Options],
     ) -> None:
         self._selects, values = check_parts("Mixed", parts, rest)
+        self._has_rest = rest is not None
+        self.chooser: Chooser | None = None  # of parts for groups that are added later
         self._values = list(map(_checked_value, values))
         factories = {rule_name(value): type(value) for value in self._values}
         for value in self._values:
@@ -117,39 +139,87 @@ class Mixed(Evaluated):
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, divided among the parts.
 
+        A group may name its rule, as {"params": ..., "rule": "adamw"}: then it has the
+        numbers of the first part of that rule. If it is added later it needs no names then.
+
         Raises:
             TypeError, ValueError: As the constructor, but a part may select nothing. If it
                 raises, nothing is added.
         """
-        given = {k: x for k, x in param_group.items() if k not in ("params", "param_names")}
-        names, tensors = _named(param_group)
-        has_rest = len(self._values) > len(self._selects)
-        places = place("Mixed", self._selects, has_rest, names, tensors)
+        left_out = ("params", "param_names", "rule")
+        given = {k: x for k, x in param_group.items() if k not in left_out}
+        pairs = self._named(param_group)
+        parts = self._parts(pairs, param_group.get("rule"))
         known = {k for value in self._values for k in _numbers_of(value)}
-        used = {k for i in {*places} for k in _numbers_of(self._values[i])}
-        if names and (lost := [k for k in given if k in known - used]):
-            rules = sorted({rule_name(self._values[i]) for i in places})
+        used = {k for part in parts for k in _numbers_of(part.value)}
+        if pairs and (lost := [k for k in given if k in known - used]):
+            rules = sorted({rule_name(part.value) for part in parts})
             raise ValueError(
-                f"{lost[0]}={given[lost[0]]!r} is of no rule that takes {names[:5]}: "
-                f"these are {rules}"
+                f"{lost[0]}={given[lost[0]]!r} is of no rule that takes "
+                f"{[name for name, _ in pairs][:5]}: these are {rules}"
             )
-        count = len(self.param_groups)
+        count, values = len(self.param_groups), self._values
+        rules = {*map(rule_name, values)}
         try:
-            for i, value in enumerate(self._values):
-                pairs = [pair for pair, k in zip(zip(names, tensors), places) if k == i]
-                if pairs:
-                    numbers = _numbers_of(value)
-                    # Other rules' hyperparameters in a given group are not this group's.
-                    more = {
-                        k: x for k, x in given.items() if k in numbers or k not in known
-                    }
-                    group = {**numbers, **more, "rule": rule_name(value), "params": pairs}
-                    super().add_param_group(group)
+            self._values = [
+                *values,
+                *[x.value for x in parts if rule_name(x.value) not in rules],
+            ]
+            for value, options, some in parts:
+                numbers = _numbers_of(value)
+                # Other rules' hyperparameters in a given group are not this group's.
+                more = {k: x for k, x in given.items() if k in numbers or k not in known}
+                own = {"rule": rule_name(value), "params": some}
+                super().add_param_group({**numbers, **options, **more, **own})
         except Exception:
+            self._values = values
             del self.param_groups[count:]
             raise
+
+    def _named(self, group: Group) -> list[tuple[str, Tensor]]:
+        """Return the parameters of a group that is added, with names."""
+        source = group["params"]
+        params: list[Any] = [source] if isinstance(source, Tensor) else list(source)
+        group["params"] = params  # an iterator gives them once
+        if all(isinstance(x, tuple) and len(x) == 2 for x in params):
+            return params
+        names = list(group.get("param_names", map(self.name_of, params)))
+        if None in names and self._constructed and ("rule" in group or self.chooser):
+            places = [f"{len(self.param_groups)}.{k}" for k in range(len(params))]
+            found = names if self.chooser is None else self.chooser.names(params)
+            names = [y if x is None else x for x, y in zip(found, places)]
+        if len(names) != len(params) or None in names:
+            raise ValueError(
+                "Mixed selects parameters by name, and got some without: pass "
+                "model.named_parameters(), or groups of such pairs. A group that is added "
+                "later needs no names if it has a 'rule'"
+            )
+        return list(zip(names, params))
+
+    def _parts(self, pairs: list[tuple[str, Tensor]], rule: str | None) -> "list[Part]":
+        """Return the parts that a group is divided into."""
+        if self._constructed and self.chooser is not None:
+            return self.chooser.parts(pairs, rule)
+        names, tensors = [name for name, _ in pairs], [p for _, p in pairs]
+        rules = list(map(rule_name, self._values))
+        if rule is not None:
+            if rule not in rules:
+                raise ValueError(f"a group has rule={rule!r}: allowed are {rules}")
+            return [Part(self._values[rules.index(rule)], {}, pairs)] if pairs else []
+        try:
+            places = place("Mixed", self._selects, self._has_rest, names, tensors)
+        except ValueError as error:
+            if not self._constructed:
+                raise
+            raise ValueError(
+                f"{error}. A group that is added later may name one of the rules {rules}, "
+                f"as {{'params': ..., 'rule': {rules[-1]!r}}}"
+            ) from None
         if not self._constructed:
             self._placed += zip(names, places)
+        every = enumerate(self._values)
+        found = [(x, [y for y, k in zip(pairs, places) if k == i]) for i, x in every]
+        return [Part(value, {}, some) for value, some in found if some]
 
     def describe(self) -> str:
         """Return `BaseOptimizer.describe()`, and the rule and shape of each parameter."""
@@ -304,20 +374,6 @@ def _numbers_of(value: FunctionalOptimizer) -> Group:
 def keywords_of(factory: type[FunctionalOptimizer]) -> tuple[str, ...]:
     """Return the names of the options of an optimizer's factory."""
     return tuple(inspect.signature(factory).parameters)
-
-
-def _named(group: Group) -> tuple[list[str], list[Tensor]]:
-    source = group["params"]
-    params: list[Any] = [source] if isinstance(source, Tensor) else list(source)
-    if all(isinstance(x, tuple) and len(x) == 2 for x in params):
-        return [name for name, _ in params], [p for _, p in params]
-    names = list(group.get("param_names", ()))
-    if len(names) != len(params):
-        raise ValueError(
-            "Mixed selects parameters by name, and got some without: pass "
-            "model.named_parameters(), or groups of such pairs"
-        )
-    return names, params
 
 
 def _of_rule(state_dict: StateDict, rule: str) -> StateDict:

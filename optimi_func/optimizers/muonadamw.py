@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple, Unpack
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from optimi_func.core.checks import check_number
 from optimi_func.core.layout import as_layout, sides
 from optimi_func.core.lists import grouped
 from optimi_func.optimizers.adam import adamw
-from optimi_func.optimizers.mixed import Mixed, Named, keywords_of
+from optimi_func.optimizers.mixed import Mixed, Named, Part, keywords_of, rule_name
 from optimi_func.optimizers.muon import TABLES, muon
 from optimi_func.optimizers.normuon import normuon
 from optimi_func.pure.functional import FunctionalOptimizer, Number
@@ -126,6 +127,11 @@ def MuonAdamW(  # noqa: D417
         row_beta: `NorMuon`'s, which it takes in the place of Muon. None: Muon.
         max_lr: The largest lr that will be scheduled; adamw_lr and multipliers scale it.
 
+    `add_param_group` chooses in the same way for parameters that the model has by then, and
+    gives all others to AdamW, as those of a head that is a module of its own. A group may
+    name its rule instead: {"params": ..., "rule": "muon"}. It needs no names. A copy of the
+    optimizer (deepcopy, pickle) knows no model.
+
     The other arguments are those of every optimizer: see `BaseOptimizer`. Muon refuses
     cautious=True.
 
@@ -198,7 +204,11 @@ def MuonAdamW(  # noqa: D417
         raise ValueError(f"overrides has {name!r}: allowed are {sorted(known)}")
     for group in groups:
         group["params"] = [pair for pair in group["params"] if pair[1] is not other]
-    return Mixed(groups, *parts, **options)
+    optimizer = Mixed(groups, *parts, **options)
+    by_name = {"lr_multipliers": lr_multipliers, "split": split, "overrides": overrides}
+    choice = None if hidden else patterns
+    optimizer.chooser = LateChooser(model, choice, made, rules, by_name, all_decay)
+    return optimizer
 
 
 def _kinds(
@@ -255,6 +265,92 @@ def _made(
     rate = rate if factor == 1 else rate * factor
     layout = {} if kind else {"split": split, "transposed": transposed}
     return rule(lr=rate, max_lr=most, weight_decay=decay, **layout)
+
+
+class LateChooser:
+    """The kinds of parameters in groups that are added to a MuonAdamW later.
+
+    Those of the model are chosen among as at construction, by the model as it is now. All
+    others are AdamW's, because their layers are not known.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        choice: Mapping[str, Any] | None,
+        made: Callable[..., FunctionalOptimizer],
+        rules: Sequence[tuple[Callable[..., FunctionalOptimizer], float, float]],
+        patterns: Mapping[str, Any],
+        all_decay: bool,
+    ) -> None:
+        self._model: ref[nn.Module] | None = ref(model)
+        self._choice, self._made, self._rules = choice, made, rules
+        self._patterns: dict[str, dict[str, Any]] = {
+            name: dict(x or {}) for name, x in patterns.items()
+        }
+        self._all_decay = all_decay
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes without the model: a copy's groups are of another one."""
+        return {**self.__dict__, "_model": None}
+
+    def _paths(self) -> dict[int, str]:
+        model = None if self._model is None else self._model()
+        return {} if model is None else {id(p): n for n, p in model.named_parameters()}
+
+    def names(self, params: list[Tensor]) -> list[str | None]:
+        """Return the names that parameters have in the model, or None."""
+        paths = self._paths()
+        return [paths.get(id(p)) for p in params]
+
+    def parts(self, pairs: list[tuple[str, Tensor]], rule: str | None) -> list[Part]:
+        """Return the parts of named parameters; `rule` is the one that the group names."""
+        matrices = self._made(*self._rules[0], *_Kind(0, None, False, 1.0))
+        rules = [rule_name(matrices), "adamw"]
+        if rule not in (None, *rules):
+            raise ValueError(f"a group has rule={rule!r}: allowed are {rules}")
+        kind_of = self._kinds(pairs)
+        found: dict[object, Part] = {}
+        for name, p in pairs:
+            kind = kind_of.get(name, "")
+            last = name.split(".")[-1]  # a number if it was given no name
+            weight = p.dim() > 1 and ("weight" in last or last.isdigit())
+            number = 2 - (self._all_decay or (weight and kind != EMBEDDED))
+            if rule == rules[0] or (rule is None and kind in MATRICES):
+                number = 0
+            split = self._of("split", name, None) if number == 0 else None
+            factor = self._of("lr_multipliers", name, 1.0)
+            how = _Kind(number, split, number == 0 and kind == TRANSPOSED, factor)
+            options = self._of("overrides", name, {})
+            key = number, as_layout(split, how.transposed), factor, id(options)
+            if key not in found:
+                value = self._made(*self._rules[number], *how)
+                own = {k: x for k, x in options.items() if hasattr(value, k)}
+                found[key] = Part(value, own, [])
+            found[key].pairs.append((name, p))
+            _log.info("MuonAdamW: %s is %s's", name, rule_name(found[key].value))
+        return list(found.values())
+
+    def _of(self, option: str, name: str, usual: Any) -> Any:
+        plain, patterns = without_wrappers(name), self._patterns[option]
+        return next((x for k, x in patterns.items() if fnmatchcase(plain, k)), usual)
+
+    def _kinds(self, pairs: list[tuple[str, Tensor]]) -> dict[str, str]:
+        """Return the kinds of those that are in the model now, by their given names."""
+        paths = self._paths()
+        inside = [(name, path) for name, p in pairs if (path := paths.get(id(p)))]
+        model = None if self._model is None else self._model()
+        if model is None or not inside or self._choice is None:
+            return {}
+        known = list(map(without_wrappers, paths.values()))
+        choice = {k: [x] if isinstance(x, str) else x for k, x in self._choice.items()}
+        # Layers that these patterns were for may be gone.
+        choice = {
+            option: [x for x in some if any(fnmatchcase(name, x) for name in known)]
+            for option, some in choice.items()
+        }
+        hidden = hidden_matrices(model, **choice)
+        return {name: hidden.kind(path) for name, path in inside}
 
 
 def NorMuonAdamW(  # noqa: D417

@@ -700,3 +700,101 @@ def test_a_head_alone_is_adamws(caplog: Any) -> None:
             optimizer.step()
             assert "momentum_buffer" in optimizer.state[model[0].weight]
             assert not torch.equal(old, model[0].weight)
+
+
+# Groups that are added later.
+
+
+def late(
+    rule: str | None = None, inside: bool = False, names: bool = True, **more: Any
+) -> Any:
+    """A MuonAdamW of two layers, to which a third is added."""
+    torch.manual_seed(0)
+    body: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = MuonAdamW(body, lr=1e-2, compile=False, **more)
+    head = nn.Linear(3, 3)
+    if inside:
+        body.insert(1, head)
+    group: Any = {"params": (p for p in head.parameters()), "lr": 5e-3}
+    if names:
+        group["params"] = list(head.named_parameters("1" if inside else "head"))
+    optimizer.add_param_group({**group, "rule": rule} if rule else group)
+    return optimizer, body, head
+
+
+@pytest.mark.parametrize("names", [False, True])
+@pytest.mark.parametrize(
+    ("rule", "inside", "rules"),
+    [
+        (None, False, ["adamw", "adamw"]),
+        (None, True, ["muon", "adamw"]),
+        ("adamw", True, ["adamw", "adamw"]),
+    ],
+)
+def test_late_groups_have_a_rule(
+    rule: Any, inside: bool, rules: list[str], names: bool
+) -> None:
+    """A matrix of the model is Muon's; that of a head of its own, AdamW's."""
+    optimizer, body, head = late(rule, inside, names)
+    groups = optimizer.param_groups[3:]
+    assert [g["rule"] for g in groups] == rules
+    assert {g["lr"] for g in groups} == {5e-3}
+    assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
+    before = head.weight.detach().clone()
+    (head(body(torch.ones(2, 3))) - 1).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(before, head.weight)
+    found = [name for g in groups for name in names_of(g)]
+    own = ["1.weight", "1.bias"] if inside else ["head.weight", "head.bias"]
+    assert found == (own if names or inside else ["3.0", "3.1"])
+    again, *_ = late(rule, inside, names)
+    assert again.load_state_dict(copy.deepcopy(optimizer.state_dict())) == ([], [])
+
+
+def test_a_late_group_of_muon() -> None:
+    optimizer, *_ = late()
+    weight, bias = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="Muon takes matrices"):
+        optimizer.add_param_group({"params": [bias], "rule": "muon"})
+    optimizer.add_param_group({"params": [weight], "rule": "muon"})
+    assert [g["rule"] for g in optimizer.param_groups][-3:] == ["adamw", "adamw", "muon"]
+
+
+def test_late_groups_have_the_options_of_the_constructor() -> None:
+    """Those by pattern too."""
+    optimizer, *_ = late(
+        None,
+        lr_multipliers={"*.weight": 0.5},
+        overrides={"*.bias": {"betas": (0.5, 0.6)}},
+        betas=(0.8, 0.9),
+    )
+    weight, bias = optimizer.param_groups[-2:]
+    assert (weight["betas"], bias["betas"]) == ((0.8, 0.9), (0.5, 0.6))
+    optimizer.add_param_group({"params": [("x.weight", nn.Parameter(torch.ones(2, 2)))]})
+    assert optimizer.param_groups[-1]["lr"] == 5e-3
+
+
+def test_a_copy_takes_late_groups() -> None:
+    optimizer, *_ = late()
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        other.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+        assert other.param_groups[-1]["rule"] == "adamw"
+
+
+def test_a_late_group_of_a_rule_that_is_not_there() -> None:
+    optimizer, *_ = late()
+    count = len(optimizer.param_groups)
+    with pytest.raises(ValueError, match=r"rule='lion': allowed are \['muon', 'adamw'\]"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "rule": "lion"})
+    assert len(optimizer.param_groups) == count
+
+
+def test_late_groups_of_mixed_may_name_a_rule() -> None:
+    optimizer = Mixed(
+        [("a", nn.Parameter(torch.ones(2)))], ("a", adamw(lr=0.1)), compile=False
+    )
+    new = nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match="may name one of the rules"):
+        optimizer.add_param_group({"params": [("b", new)]})
+    optimizer.add_param_group({"params": [new], "rule": "adamw"})
+    assert optimizer.param_groups[-1]["param_names"] == ["1.0"]

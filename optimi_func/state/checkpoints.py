@@ -142,6 +142,7 @@ class Checkpoints(Optimizer):
     bound_of: Callable[[Group], FunctionalOptimizer]
     group_of: Callable[[Tensor], Group]
     named_groups: Callable[[], list[Group]]
+    name_of: Callable[[Tensor], str | None]
     _factory_of: Callable[
         [Group], tuple[Callable[..., FunctionalOptimizer], tuple[str, ...]]
     ]
@@ -179,9 +180,32 @@ class Checkpoints(Optimizer):
             )
 
     def state_dict(self) -> StateDict:
-        """Return the state by parameter number, and the groups, as torch.optim does."""
+        """Return the state by parameter number, and the groups, as torch.optim does.
+
+        State of parameters that were taken out of the groups is left out, with a warning.
+
+        Raises:
+            ValueError: A parameter that was put without a name into a group with names.
+        """
         with _hooking, self.register_state_dict_post_hook(_as_strings, prepend=True):
-            return unwrapped(super().state_dict)()
+            return unwrapped(super(Checkpoints, self._without_strangers()).state_dict)()
+
+    def _without_strangers(self) -> "Checkpoints":
+        """Return this optimizer, or one that shares all but the state of no group's."""
+        members = {id(p) for group in self.param_groups for p in group["params"]}
+        odd = [p for p in self.state if isinstance(p, Tensor) and id(p) not in members]
+        if not odd:
+            return self
+        names = [self.name_of(p) or f"of shape {tuple(p.shape)}" for p in odd]
+        warn_user(
+            f"the state of {len(odd)} parameters that are in no group is not saved: "
+            f"{names[:3]}. optimizer.state.pop(p) drops it, and a group keeps it"
+        )
+        view = object.__new__(type(self))
+        view.__dict__ = dict(self.__dict__)
+        left_out = {*map(id, odd)}
+        view.state = {p: x for p, x in self.state.items() if id(p) not in left_out}  # pyright: ignore[reportAttributeAccessIssue]
+        return view
 
     def torch_state_dict(self) -> StateDict:
         """Return the state for torch.optim's class of the same name, if torch has one.

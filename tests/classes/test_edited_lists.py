@@ -319,6 +319,17 @@ def test_the_name_of_a_frozen_layer_is_given_away_with_a_warning() -> None:
     assert optimizer.name_of(adapter) == "adapter"
 
 
+def test_state_of_a_parameter_that_was_taken_out_is_not_saved_and_kept() -> None:
+    optimizer, ps = named({}, {}, momentum=0.9)
+    optimizer.init_state()
+    optimizer.param_groups[0]["params"] = [ps[1]]
+    with pytest.warns(UserWarning, match=r"not saved: \['layer0'\]"):
+        saved = optimizer.state_dict()
+    assert saved["state"].keys() == {0, 1, 2}
+    assert saved["state"][0] is optimizer.state[ps[1]]
+    assert ps[0] in optimizer.state
+
+
 def test_names_that_programs_write_count() -> None:
     optimizer, _ = named({}, {})
     group = optimizer.param_groups[0]

@@ -271,7 +271,9 @@ def eager_rows() -> list[Any]:
 
 @pytest.mark.parametrize(("case", "dtype"), eager_rows())
 def test_every_eager_executor_moves_alike(case: Case, dtype: torch.dtype) -> None:
-    check(case, SMALL, dtype, EAGER)
+    # A rule meets all layouts with its defaults; its options do not read the layout.
+    some = SMALL.layouts[::3] if case.options else SMALL.layouts
+    check(case, replace(SMALL, layouts=some), dtype, EAGER)
 
 
 @settings(max_examples=25, suppress_health_check=list(HealthCheck))

@@ -98,6 +98,7 @@ def test_sixty_steps_are_the_papers(
         assert_moved_alike(p, now, want, 1e-9)
 
 
+@pytest.mark.full  # 12,000 steps
 def test_kl_shampoos_factors_are_those_of_the_gradients_covariance() -> None:
     """Of gradients A z B the Kronecker product of AA^T and B^TB, with the paper's 1 / n."""
     torch.manual_seed(0)

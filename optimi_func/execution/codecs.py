@@ -73,12 +73,18 @@ def arguments_of(
     return [*args, *[Argument(0, i, i, False) for i in range(end, end + given)]]
 
 
-def with_halves_apart(
+def roles_in_place(
     roles: list[int], widths: list[int], ours: list[Argument]
 ) -> tuple[list[int], list[Argument]]:
-    """Return roles and arguments of a kernel whose results go to their targets' origins.
+    """Return roles and arguments with which a kernel overwrites its arguments.
 
-    Those of 2 bytes go to a buffer first.
+    The kernel was generated to write results to new tensors. Results of 2 bytes an element
+    go to a buffer first, and are copied from there.
+
+    Args:
+        roles: Which of our arguments each argument of the generated code is.
+        widths: Bytes of an element of each argument of the generated code.
+        ours: Our arguments, without those for new tensors.
     """
     ours, count, sizes = list(ours), len(ours), dict(zip(roles, widths))
     places = [0, *range(2, count)]  # of the arguments that have a target

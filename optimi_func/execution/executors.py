@@ -41,7 +41,7 @@ from optimi_func.execution.launches import (
     ListLaunch,
     RehearsedLaunch,
 )
-from optimi_func.execution.list_kernel import ListKernel, may_replace, replacing
+from optimi_func.execution.list_kernel import ListKernel, can_run_in_place, in_place_kernel
 from optimi_func.execution.slots import Update, alike, split_twins
 from optimi_func.execution.triton_list import TritonListKernel
 from optimi_func.execution.wholes import elementwise, plan_shaped, plan_wholes
@@ -220,7 +220,11 @@ def _kernel(
     widens = around and has_means and widens_gradients(slot, u.g)
     if widens:
         key = key._replace(dtypes=(p, torch.float32, *rest))
-    # Inductor stores 16 halves under a mask, and waits for that at the next vector's load.
+    # Where 16-bit tensors stand beside wider ones, Inductor's in-place code stores 16 of
+    # them under a mask, and the next vector's load has to wait for that store. So such a
+    # step runs the code that writes to new tensors, on in-place arguments. With AVX-512 a
+    # step of 8-bit moments takes 7.2 ms in place of 11.8 with Kahan compensations, and 4.8
+    # in place of 8.7 with plain bfloat16 weights; with AVX2 there is no difference.
     mixed = len({*map(is_low, (p, *rest))}) > 1
     listed = has_list_kernels(u.g.device)
     simple = write and not has_means and not u.given
@@ -228,8 +232,10 @@ def _kernel(
         result = kernel(key._replace(in_place=False), u.scalars.scalars)
         wide = compute_dtype(u.g.dtype, *slot.dtypes)
         count = len(u.scalars.array(wide))
-        if isinstance(result, ListKernel) and may_replace(result, count, wide, key.dtypes):
-            return replacing(result, arguments_of(slot, write, True, widens, 0))
+        if isinstance(result, ListKernel) and can_run_in_place(
+            result, count, wide, key.dtypes
+        ):
+            return in_place_kernel(result, arguments_of(slot, write, True, widens, 0))
     result = kernel(key._replace(round=measures), u.scalars.scalars)
     if around and isinstance(result, ListKernel):
         own = arguments_of(slot, write, measures is None, widens, len(u.given))

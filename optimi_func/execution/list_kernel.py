@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from optimi_func.core.codes import NEAREST
-from optimi_func.execution.codecs import Argument, with_halves_apart
+from optimi_func.execution.codecs import Argument, roles_in_place
 from optimi_func.execution.cpp import MOST, SLOT, SLOTS, address, native
 
 TRIAL = 1003  # elements of a trial, which no vector divides
@@ -81,20 +81,27 @@ class ListKernel:
             raise MemoryError("no memory for moments to be decoded into")
 
 
-def replacing(kernel: ListKernel, ours: list[Argument]) -> ListKernel:
-    """Return a kernel whose results replace what they are made of, in place of targets."""
+def in_place_kernel(kernel: ListKernel, ours: list[Argument]) -> ListKernel:
+    """Return the in-place variant of a kernel that writes its results to new tensors."""
     path, roles, widths = kernel.made_of
-    new_roles, arguments = with_halves_apart(roles, widths, ours)
+    new_roles, arguments = roles_in_place(roles, widths, ours)
     return ListKernel(path, new_roles, widths, arguments)
 
 
 @cache
-def may_replace(
+def can_run_in_place(
     kernel: ListKernel, count: int, wide: torch.dtype, dtypes: tuple[torch.dtype, ...]
 ) -> bool:
-    """Return True if a kernel reads a vector whole before it writes to it, on a trial.
+    """Return True if a kernel gives the same bits when its results overwrite its arguments.
 
-    Inductor does not know that results replace anything. The kernel takes so many scalars.
+    That holds if it reads each vector completely before it writes to it. Inductor does not
+    promise that, because it generated code for new tensors, so a trial decides.
+
+    Args:
+        kernel: It writes its results to new tensors.
+        count: The number of its scalars.
+        wide: The dtype of its scalars.
+        dtypes: Those of the parameter, the gradient and the state.
     """
 
     def apart(scalars: Tensor, p: Tensor, g: Tensor, *state: Tensor) -> None:
@@ -104,7 +111,9 @@ def may_replace(
 
     kinds = (count, wide), *[(TRIAL, x) for x in dtypes]
     example = [torch.empty(n, dtype=kind, device="cpu") for n, kind in kinds]
-    replacer = replacing(kernel, [Argument(0, i, i, False) for i in range(len(dtypes))])
+    replacer = in_place_kernel(
+        kernel, [Argument(0, i, i, False) for i in range(len(dtypes))]
+    )
     return agree(replacer, apart, example, 0.0)
 
 

@@ -391,21 +391,21 @@ def test_guards_that_notice_nothing_are_not_used(monkeypatch) -> None:
 def test_a_kernel_that_writes_too_early_replaces_nothing(early: bool, monkeypatch) -> None:
     """Results with targets replace their origins if a trial gives the same bits."""
     made: list[Any] = []
-    replacing = list_kernel.replacing
+    in_place_kernel = list_kernel.in_place_kernel
 
     def replaced(kernel: Any, ours: Any) -> Any:
         made.append(kernel)
-        return (lambda *_: None) if early else replacing(kernel, ours)
+        return (lambda *_: None) if early else in_place_kernel(kernel, ours)
 
-    monkeypatch.setattr(list_kernel, "replacing", replaced)
-    monkeypatch.setattr(executors, "replacing", replaced)
-    list_kernel.may_replace.cache_clear()
+    monkeypatch.setattr(list_kernel, "in_place_kernel", replaced)
+    monkeypatch.setattr(executors, "in_place_kernel", replaced)
+    list_kernel.can_run_in_place.cache_clear()
     ends = []
     for how in ({"compile": None}, {"compile": False}):
         ps = [torch.ones(300, 7, dtype=torch.bfloat16, requires_grad=True)]
         optimizer = AdamW(ps, lr=0.05, storage=Storage("plain", torch.float32), **how)
         train(optimizer, ps)
         ends.append([*ps, *optimizer.state[ps[0]].values()])
-    list_kernel.may_replace.cache_clear()
+    list_kernel.can_run_in_place.cache_clear()
     assert all(map(torch.equal, *ends))
     assert len(made) == (1 if early else 2)

@@ -156,7 +156,7 @@ static void decode_bfloat16(const void* halves, const void*, float* x, int64_t n
     for (int64_t i = 0; i < n; ++i) x[i] = of_bits((uint32_t)p[i] << 16);
 }
 
-static void encode_halves(const float* x, void* halves, void*, int64_t n, float) {
+static void copy_16_bits(const float* x, void* halves, void*, int64_t n, float) {
     std::memcpy(halves, x, 2 * n);
 }
 
@@ -176,7 +176,7 @@ static const Codec CODECS[] = {
     {2, 1, 1, decode_kahan8, encode_kahan8},
     {2, 2, 1, decode_exact, encode_exact},
     {2, 0, 1, decode_bfloat16, nullptr},
-    {2, 0, 1, nullptr, encode_halves},
+    {2, 0, 1, nullptr, copy_16_bits},
 };
 extern "C" void decode(int64_t codec, void* first, void* second, float* x, int64_t n) {
     CODECS[codec].decode(first, second, x, n);

@@ -31,9 +31,10 @@ from optimi_func.execution.kernels import (
     DispatchModeError,
     Kernel,
     KernelKey,
+    NoListKernelError,
     SwitchedOffError,
-    has_list_kernels,
     kernel,
+    warn_once,
 )
 from optimi_func.execution.launches import (
     KernelLaunch,
@@ -118,6 +119,11 @@ def _plan_auto(rule: Rule, updates: list[Update], write: bool) -> list[Launch]:
                     f"{error}: the optimizer step for {device} runs eagerly, several "
                     "times slower. Switch it on, or choose compile=False or foreach=True."
                 )
+        except NoListKernelError as error:
+            warn_once(
+                f"the optimizer step for {device} runs eagerly, several times slower, "
+                f"because {error}"
+            )
         except Exception as error:
             _uncompilable.add(device)
             # torch's first line may only say that there is a second.
@@ -143,19 +149,17 @@ def _plan_kernels(rule: Rule, updates: list[Update], write: bool) -> list[Launch
             "x.resolve_neg(), a class with compile=False, and the pure step"
         )
     # On CPU C++ around the kernel decodes and encodes, elsewhere the kernel itself.
-    around = slot.coded and has_list_kernels(device)
+    around = slot.coded and device_type(device) == "cpu"
     if not slot.dense or (around and not (slot.in_place and can_run(slot))):
         return plan_eager(rule, updates, write)
     rounds = count_means(rule, first.scalars.scalars.rates, write)
     if is_rehearsed(device):
-        listed = has_list_kernels(device) or not rounds
+        listed = device_type(device) == "cpu" or not rounds
         direct, launches = _fitting(rule, updates, write, 1 if listed else 2, around)
         parts = chunks(direct, DRAWN, _numel) if first.draws else [direct]
         return launches + [RehearsedLaunch(rule, x, write) for x in parts if x]
     make = partial(_kernel, rule, first, write, around, bool(rounds))
     run, *means = [make(None), *map(make, range(len(rounds)))]
-    if around and not has_list_kernels(device):
-        return _plan_kernels(rule, updates, write)  # the C++ functions have just failed
     # It would upload its table within the capture, from memory that is freed.
     if isinstance(run, TritonListKernel) and is_capturing(device):
         run = run.single
@@ -226,7 +230,7 @@ def _kernel(
     # step of 8-bit moments takes 7.2 ms in place of 11.8 with Kahan compensations, and 4.8
     # in place of 8.7 with plain bfloat16 weights; with AVX2 there is no difference.
     mixed = len({*map(is_low, (p, *rest))}) > 1
-    listed = has_list_kernels(u.g.device)
+    listed = u.g.device.type == "cpu"
     simple = write and not has_means and not u.given
     if mixed and listed and slot.in_place and simple:
         result = kernel(key._replace(in_place=False), u.scalars.scalars)

@@ -33,7 +33,6 @@ from optimi_func.core.leaf import (
     with_given,
 )
 from optimi_func.core.packed import fill, is_capturing
-from optimi_func.core.rehearsal import device_type, is_rehearsed
 from optimi_func.core.rule import Rule, Scalars
 from optimi_func.core.storage import flat_leaf, leaf_of
 from optimi_func.core.torch_private import has_stance, is_switched_off
@@ -102,18 +101,14 @@ class KernelKey(NamedTuple):
         return self.rule.digest if mapped is None else mapped.digest
 
 
-def has_list_kernels(device: torch.device) -> bool:
-    """Return True if the device's kernels update a list of tensors in one call."""
-    if is_rehearsed(device):
-        return device_type(device) == "cpu"
-    return device.type == "cpu" and "cpu" not in _without_lists and failure() is None
+def has_list_kernels() -> bool:
+    """Return True if this process can compile kernels for CPU, which update lists."""
+    return not _other_code and failure() is None
 
 
-# One for each process and, on a CPU without list kernels, for each number of threads,
-# because Inductor writes that into its loops.
-_kernels: dict[object, tuple[str, Kernel]] = {}  # by key and threads, with a name
-# Types of devices where torch's private parts were not as list kernels expect them.
-_without_lists: set[str] = set()
+_kernels: dict[object, tuple[str, Kernel]] = {}  # by key, with a name
+# Why torch's private parts were not as list kernels expect them, if they were not.
+_other_code: list[str] = []
 _said: set[str] = set()  # what this process was warned of
 lock = threading.RLock()
 
@@ -146,6 +141,10 @@ class SwitchedOffError(RuntimeError):
         )
 
 
+class NoListKernelError(RuntimeError):
+    """A step for CPU cannot be compiled into a kernel that updates a list of tensors."""
+
+
 def forget() -> dict[str, Kernel]:
     """Drop the kernels of this process, which looks for them again; return them by name."""
     with lock:
@@ -164,23 +163,19 @@ def _is_large(key: KernelKey) -> bool:
     return 2 * len(key.dtypes) + len(key.given) + 2 >= MOST
 
 
-def _threads(key: KernelKey) -> int:
-    listed = has_list_kernels(key.device) and not _is_large(key)
-    return torch.get_num_threads() if key.device.type == "cpu" and not listed else 0
-
-
 def kernel(key: KernelKey, scalars: Scalars) -> Kernel:
     """Return the kernel of a key, compiled now on tensors of its own if it is new.
 
     So no parameter has been written if the compiler fails. Only the structure of the
-    scalars matters. Raises the three errors above, and any of the compiler.
+    scalars matters. Raises the four errors above, and any of the compiler.
     """
     if any_torch_dispatch_mode_on_stack():
         raise DispatchModeError(
             "a TorchDispatchMode is active, which compiled steps cannot run under: "
             "leave it for the step, or pass compile=False"
         )
-    if (entry := _kernels.get(place := _place(key))) is None:
+    place = key._replace(rule=key.digest or key.rule)  # rules of one digest are the same
+    if (entry := _kernels.get(place)) is None:
         if is_capturing(key.device):
             raise CaptureError(
                 f"a CUDA graph is being captured, and the kernel {key.name} is not "
@@ -188,68 +183,63 @@ def kernel(key: KernelKey, scalars: Scalars) -> Kernel:
             )
         with lock:
             entry = _kernels.get(place) or (key.name, _compile(key, scalars))
-            # If list kernels turned out to be impossible, it is looked for elsewhere.
-            _kernels[_place(key)] = entry
-        if key.device.type == "cpu" and (error := failure()) is not None:
-            _warn_once(_WITHOUT.format(type(error).__name__, str(error)[:300]))
+            _kernels[place] = entry
     return entry[1]
 
 
-_WITHOUT = (
-    "the C++ functions that update many tensors in one call could not be compiled ({}: "
-    "{}): a kernel is called for each tensor, which takes several times as long where a "
-    "model has many small ones, and is compiled again in each process. Free disk space, or "
-    "install a C++ compiler (g++ or clang++, on PATH or named by CXX); the next optimizer "
-    "tries again"
+_OTHER_CODE = (
+    f"torch {torch.__version__} generates other code than expected, or it gives other "
+    "results. Choose a version of torch that the documentation names"
 )
 
 
-def _place(key: KernelKey) -> tuple[object, ...]:
-    """Return where a kernel is looked for. Rules of one digest compute the same."""
-    return key._replace(rule=key.digest or key.rule), _threads(key)
-
-
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
+    """Warn the user, unless this process has said the same before."""
     if text not in _said:
         _said.add(text)
         warn_user(text)
 
 
-def _warn_of_other_code(what: str) -> None:
-    """Warn that a fast way is not taken, unless the C++ functions are why."""
-    if failure() is None:
-        _warn_once(
-            f"torch {torch.__version__} generates other code than expected, or it gives "
-            f"other results: {what}, several times slower where a model has many small "
-            "ones. Choose a version of torch that the documentation names"
+def _without_lists(key: KernelKey) -> NoListKernelError:
+    """Return the error that says why a kernel for CPU cannot be compiled."""
+    if _is_large(key):
+        return NoListKernelError(
+            f"{key.rule.name} has {len(key.dtypes)} tensors for each parameter, and a "
+            f"compiled step for CPU takes at most {(MOST - 3) // 2}: choose compile=False"
         )
+    if (error := failure()) is not None:
+        return NoListKernelError(
+            "the C++ functions that update many tensors in one call could not be compiled "
+            f"({type(error).__name__}: {str(error)[:300]}). Free disk space, or install a "
+            "C++ compiler (g++ or clang++, on PATH or named by CXX); the next optimizer "
+            "tries again"
+        )
+    return NoListKernelError(_other_code[0])
 
 
 def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
     """Load the kernel from the store, or compile it and keep it there."""
     if is_switched_off():
         raise SwitchedOffError
+    listed = key.device.type == "cpu"
+    if listed and (_is_large(key) or not has_list_kernels()):
+        raise _without_lists(key)
     spec = pytree.tree_structure(scalars)
     means = count_means(key.rule, scalars.rates, key.write)
     # A kernel that measures a round is given those before it, and writes its own.
     means = means if key.round is None else means[: key.round + 1]
     count = sum(means) + key.rule.beforehand
     run = _body(key, spec)
-    entry, listed = "", has_list_kernels(key.device) and not key.codes
+    entry = ""
     # Only torch.compile knows what a stance asks for.
-    if asks := key.device.type == "cpu" and not has_stance():
-        identity = (key[1:], str(spec), count) if listed else None
+    if asks := listed and not has_stance():
+        identity = key[1:], str(spec), count
         made_of = {"name": key.name, "kernel": identity, "rule": key.digest or None}
         entry = store.key_of(store.machine(), **made_of)
     with kernel_context(key.device), warnings.catch_warnings():
         # As errors, torch's warnings about itself would read as a failed compilation.
         warnings.filterwarnings("ignore", module=_COMPILERS)
-        keeps = bool(entry)
-
-        def tell() -> None:
-            store.tell(key.name, keeps and failure() is None)
-
-        timer = Timer(store.PATIENCE, tell)
+        timer = Timer(store.PATIENCE, store.tell, (key.name, bool(entry)))
         timer.start()
         try:
             with store.alone(entry):
@@ -293,13 +283,18 @@ def _compile_now(
         if ran_eagerly:
             raise SwitchedOffError
         if key.shape and (compiled is None or not _agrees(compiled, key, run, 0)):
-            _warn_of_other_code(f"{key.rule.name} maps tensors one by one")
+            if failure() is not None:
+                raise _without_lists(key)
+            warn_once(
+                f"{key.rule.name} maps tensors one by one, several times slower where a "
+                f"model has many small ones: {_OTHER_CODE}"
+            )
             return run  # which is no kernel
-        if compiled is None and not _is_large(key):
-            _warn_of_other_code("a kernel is called for each tensor")
-            # The C++ functions may be there for the next optimizer.
-            _without_lists.update(["cpu"] if failure() is None else [])
-    if compiled is None:
+        if compiled is None:
+            if failure() is None:
+                _other_code.append(_OTHER_CODE)
+            raise _without_lists(key)
+    else:
         function = with_own_code_object(noticed, key.name)
         compiled = compile_flat(function, example, key.row)
     if ran_eagerly:

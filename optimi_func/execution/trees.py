@@ -313,8 +313,7 @@ def _plans(
     kinds = tuple(map(type, chain(counts, columns.grads, *columns.own)))
     if not (_TENSORS.issuperset(kinds) and tree.leaves[0].is_cpu):
         return None
-    # Kernels of one tensor are compiled for a number of threads.
-    return _known((tree.spec, kinds, torch.get_num_threads(), *how))
+    return _known((tree.spec, kinds, *how))
 
 
 def _columns(

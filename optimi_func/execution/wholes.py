@@ -39,8 +39,8 @@ from optimi_func.execution.kernels import (
     CaptureError,
     DispatchModeError,
     KernelKey,
+    NoListKernelError,
     SwitchedOffError,
-    has_list_kernels,
     kernel,
 )
 from optimi_func.execution.launches import (
@@ -371,6 +371,10 @@ class ShapedLaunch(Launch):
         self._kernel.run(table, *self._prepared)
 
 
+# Errors about which the planner of the other passes says something.
+_NO_KERNEL = CaptureError, DispatchModeError, NoListKernelError, SwitchedOffError
+
+
 def plan_shaped(
     rule: Rule, updates: list[Update], lenient: bool
 ) -> tuple[list[Launch], list[Update], Exception | None]:
@@ -381,7 +385,7 @@ def plan_shaped(
     """
     groups: dict[tuple[int, KernelKey], list[Update]] = {}
     assert rule.whole is not None
-    if rule.whole.digest not in ("", *_unshaped) and has_list_kernels(torch.device("cpu")):
+    if rule.whole.digest not in ("", *_unshaped):
         for u in filter(partial(_fits, rule), updates):
             groups.setdefault((u.at, _shaped_key(rule, u)), []).append(u)
     launches: list[Launch] = []
@@ -394,7 +398,7 @@ def plan_shaped(
         except Exception as error:
             if not lenient:
                 raise
-            if not isinstance(error, CaptureError | DispatchModeError | SwitchedOffError):
+            if not isinstance(error, _NO_KERNEL):
                 _unshaped.add(rule.whole.digest)
                 return [], updates, error
             return [], updates, None  # whose planner says why

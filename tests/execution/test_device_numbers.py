@@ -5,7 +5,6 @@ launched on one that does.
 """
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -301,15 +300,6 @@ def test_a_pure_step_counts_where_its_parameters_are(capturing: Any) -> None:
 
 
 # What a GPU's kernels and numbers do not depend on
-
-
-def test_kernels_of_a_gpu_know_no_number_of_threads(threads: Any) -> None:
-    found = set()
-    for count in (1, 2, 3):
-        threads(count)
-        key: Any = SimpleNamespace(device=torch.device("cuda", 0), dtypes=(), rule=None)
-        found.add(kernels._threads(key))
-    assert len(found) == 1
 
 
 def test_an_lr_on_the_gpu_stays_there() -> None:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 import optimi_func
 from optimi_func import compiled
 from optimi_func.core.program import Room
-from optimi_func.execution import kernels, trees
+from optimi_func.execution import trees
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:eps=", "ignore:weight_decay=", "ignore:max_lr=", "ignore:.*hardly moves"
@@ -110,25 +110,17 @@ COMPILED += [("stableadamw", F32), ("adafactor", F32), ("muon", F32)]
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "lists"),
+    ("name", "dtype"),
     [
         row(
             *pair,
-            lists,
-            id=f"{pair[0]}-{str(pair[1])[6:]}-{'lists' if lists else 'single'}",
-            tier="kernels" if lists and pair == COMPILED[0] else "full",
+            id=f"{pair[0]}-{str(pair[1])[6:]}",
+            tier="kernels" if pair == COMPILED[0] else "full",
         )
         for pair in COMPILED
-        for lists in (True, False)
     ],
 )
-def test_kernels_fill_all_results(
-    name: str, dtype: torch.dtype, lists: bool, poisoned: None, monkeypatch: Any
-) -> None:
-    """List kernels, and kernels that are called for each tensor."""
-    if not lists:
-        monkeypatch.setattr(kernels, "_without_lists", {"cpu"})
-        monkeypatch.setattr(kernels, "_kernels", {})
+def test_kernels_fill_all_results(name: str, dtype: torch.dtype, poisoned: None) -> None:
     got, want = (
         run(compiled.step, Case(name), dtype),
         run(compiled.step_, Case(name), dtype),

@@ -269,19 +269,19 @@ def test_what_does_not_give_the_same_is_not_used(unkept, monkeypatch) -> None:
         return code, roles, widths
 
     monkeypatch.setattr(list_kernel, "_machine_code", broken)
-    monkeypatch.setattr(kernels, "_without_lists", set())
+    monkeypatch.setattr(kernels, "_other_code", [])
     monkeypatch.setattr(kernels, "_kernels", {})
     ps, qs = params(torch.float32, [9000]), params(torch.float32, [9000])
     monkeypatch.setattr(kernels, "_said", set())
-    with pytest.warns(UserWarning, match="other code than expected.*for each tensor"):
+    with pytest.warns(UserWarning, match="runs eagerly.*other code than expected"):
         train(AdamW(ps, lr=0.1), ps)
-    assert kernels._without_lists == {"cpu"}
+    assert kernels._other_code
     train(AdamW(qs, lr=0.1, **EAGER), qs)
     torch.testing.assert_close(ps[0], qs[0])
 
 
 @pytest.mark.full
-def test_a_kernel_of_many_arguments_falls_back_alone(unkept, monkeypatch) -> None:
+def test_a_rule_of_many_tensors_steps_eagerly_alone(unkept, monkeypatch) -> None:
     class Many(Optimizer):
         lr: float = 0.1
         State = NamedTuple("State", [(f"m{i}", Moment) for i in range(20)])
@@ -290,15 +290,18 @@ def test_a_kernel_of_many_arguments_falls_back_alone(unkept, monkeypatch) -> Non
             new = s._make([0.9 * m + g for m in s])
             return sum(new), new
 
-    monkeypatch.setattr(kernels, "_without_lists", set())
+    monkeypatch.setattr(kernels, "_other_code", [])
     monkeypatch.setattr(kernels, "_kernels", {})
     ps, qs = params(torch.float32, [50, 9000]), params(torch.float32, [50, 9000])
-    train(Many(ps, lr=0.1, compile=True), ps)
+    monkeypatch.setattr(kernels, "_said", set())
+    text = "Many has 22 tensors for each parameter, .* at most 14: choose compile=False"
+    with pytest.warns(UserWarning, match=f"runs eagerly.*{text}"):
+        train(Many(ps, lr=0.1), ps)
     train(Many(qs, lr=0.1, **EAGER), qs)
-    for p, q in zip(ps, qs):
-        torch.testing.assert_close(p, q)
-    ((_, found),) = kernels._kernels.values()
-    assert not isinstance(found, ListKernel) and not kernels._without_lists
+    assert all(map(torch.equal, ps, qs))
+    assert not kernels._kernels and kernels.has_list_kernels()
+    with pytest.raises(RuntimeError, match=text):
+        train(Many(ps, lr=0.1, compile=True), ps)
 
 
 @pytest.mark.kernels

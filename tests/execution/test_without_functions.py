@@ -1,7 +1,7 @@
 """Steps where the C++ functions could not be compiled, as when the disk was full.
 
-Kernels are then called for each tensor. Users are told once, and the next optimizer tries
-again, because the cause may be gone.
+Steps run eagerly then. Users are told once, and the next optimizer tries again, because the
+cause may be gone.
 """
 
 import warnings
@@ -17,11 +17,11 @@ import optimi_func
 from optimi_func import Storage, adamw, compiled, prepare_for_gradient_release
 from optimi_func.core.rule import Scalars
 from optimi_func.execution import codecs, cpp, kernels
-from optimi_func.execution.kernels import KernelKey, has_list_kernels
-from optimi_func.execution.list_kernel import ListKernel
+from optimi_func.execution.kernels import KernelKey, _without_lists, has_list_kernels
 
-CPU = torch.device("cpu")
-TEXT = r"C\+\+ functions .*OSError: No space left .*each tensor.*next optimizer tries again"
+TEXT = (
+    r"runs eagerly.*C\+\+ functions .*OSError: No space left .*next optimizer tries again"
+)
 
 
 class Disk:
@@ -44,19 +44,20 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     monkeypatch.setattr(cpp, "_load", found)
     for name, x in ("_functions", []), ("_errors", []), ("_again", Event()):
         monkeypatch.setattr(cpp, name, x)
-    for name, x in ("_kernels", {}), ("_without_lists", set()), ("_said", set()):
+    for name, x in ("_kernels", {}), ("_other_code", []), ("_said", set()):
         monkeypatch.setattr(kernels, name, x)
     return found
 
 
 @pytest.fixture
 def compiles(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each kernel was compiled for lists; nothing is compiled."""
+    """Whether each kernel could be compiled; nothing is compiled."""
     asked: list[bool] = []
 
     def compile_kernel(key: KernelKey, scalars: Scalars) -> Any:
-        lists = has_list_kernels(CPU)
-        asked.append(lists and cpp.native() is not None)
+        asked.append(has_list_kernels() and cpp.native() is not None)
+        if not asked[-1]:
+            raise _without_lists(key)
         return lambda *tensors: None
 
     monkeypatch.setattr(kernels, "_compile", compile_kernel)
@@ -71,7 +72,7 @@ def step(optimizer: Any) -> None:
 
 def new(name: str = "AdamW", **options: Any) -> Any:
     p = torch.nn.Parameter(torch.ones(9000))
-    return getattr(optimi_func, name)([p], lr=0.1, compile=True, **options)
+    return getattr(optimi_func, name)([p], lr=0.1, **options)
 
 
 def test_the_next_optimizer_tries_again(disk: Disk, compiles: list[bool]) -> None:
@@ -81,13 +82,13 @@ def test_the_next_optimizer_tries_again(disk: Disk, compiles: list[bool]) -> Non
             step(first)
         step(new())  # the disk is still full
     assert len(said) == 1 and disk.tried == 2
-    assert compiles == [False] and not has_list_kernels(CPU)
+    assert compiles == [False, False] and not has_list_kernels()
     disk.full = False
     step(first)
     assert disk.tried == 2  # it goes on as it was planned
     assert new() and disk.tried == 2  # none of its steps has needed them
     step(new())
-    assert disk.tried == 3 and compiles == [False, True] and has_list_kernels(CPU)
+    assert disk.tried == 3 and compiles == [False, False, True] and has_list_kernels()
 
 
 def test_compiled_steps_of_another_tree_try_again(disk: Disk, compiles: list[bool]) -> None:
@@ -97,9 +98,9 @@ def test_compiled_steps_of_another_tree_try_again(disk: Disk, compiles: list[boo
         ps = [torch.ones(n) for n in sizes]
         compiled.step_(optimizer, ps, ps, optimizer.init(ps))
 
-    with pytest.warns(UserWarning, match=TEXT):
-        take(9001)
-    take(9001)
+    for _ in range(2):  # as where there is no compiler
+        with pytest.raises(RuntimeError, match=r"C\+\+ functions .*No space left"):
+            take(9001)
     assert disk.tried <= 2
     disk.full = False
     take(9001, 9002, 9003)
@@ -134,31 +135,12 @@ def test_codecs_with_other_results_are_told(monkeypatch: Any) -> None:
         assert not codecs.are_exact()  # it is said once
 
 
-def test_no_later_process_is_promised_what_is_not_kept(
-    disk: Disk, monkeypatch: Any
-) -> None:
-    """The message about a compilation that takes long comes after the failure."""
-    promised: list[bool] = []
-    monkeypatch.setattr(kernels.store, "tell", lambda name, kept: promised.append(kept))
-    monkeypatch.setattr(kernels.store, "PATIENCE", 0.0)
-    monkeypatch.setattr(kernels.store, "key_of", lambda *args, **more: "key")
-    monkeypatch.setattr(kernels.store, "find", lambda key: None)
-    told = Event()
-    assert cpp.native() is None
-
-    def compile_now(*args: Any) -> Any:
-        while not promised:
-            told.wait(0.001)
-        return lambda *tensors: None
-
-    monkeypatch.setattr(kernels, "_compile_now", compile_now)
-    monkeypatch.setattr(kernels, "_compile", COMPILE)
-    with pytest.warns(UserWarning, match=TEXT):
-        step(new())
-    assert promised == [False]
-
-
-COMPILE = kernels._compile  # conftest replaces it
+def test_a_compiled_step_that_was_asked_for_raises(disk: Disk) -> None:
+    optimizer = new(compile=True)
+    p = optimizer.param_groups[0]["params"][0]
+    with pytest.raises(RuntimeError, match=r"C\+\+ functions .*No space left"):
+        step(optimizer)
+    assert bool((p == 1).all()) and not optimizer.state
 
 
 def trained(
@@ -170,17 +152,9 @@ def trained(
     if name != "Muon":
         shapes = (*shapes, (9000,), (5,), (1,))
     ps = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
-    if way == "pure":
-        value: Any = getattr(optimi_func, name.lower())(lr=0.1)
-        state = value.init(ps, **options)
-        for i in range(7):
-            gs = [torch.cos(p.detach() + i) for p in ps]
-            take = compiled.step if kernels else type(value).step
-            ps, state = take(value, ps, gs, state)
-        return [p.detach() for p in ps]
     release = way == "release"
-    cls = getattr(optimi_func, name)
-    optimizer = cls(ps, lr=0.1, compile=kernels, gradient_release=release, **options)
+    cls, compile = getattr(optimi_func, name), None if kernels else False
+    optimizer = cls(ps, lr=0.1, compile=compile, gradient_release=release, **options)
     model = torch.nn.ParameterList(ps)
     if release:
         prepare_for_gradient_release(model, optimizer)
@@ -207,7 +181,6 @@ F32, BF16 = torch.float32, torch.bfloat16
     ("name", "dtype", "way", "options"),
     [
         row("AdamW", F32, "class", {}, id="adamw"),
-        row("AdamW", F32, "pure", {}, id="adamw-pure"),
         row("AdamW", F32, "release", {}, id="adamw-release"),
         row("AdamW", BF16, "class", {}, id="adamw-kahan"),
         row("AdamW", BF16, "class", COMPACT, id="adamw-compact"),
@@ -225,8 +198,7 @@ def test_every_executor_computes_the_same(
 ) -> None:
     """Without the functions, movements are those of the eager step."""
     got = trained(name, dtype, way, options, kernels=True)
-    made = [x for _, x in kernels._kernels.values()]
-    assert disk.tried and made and not any(isinstance(x, ListKernel) for x in made)
+    assert disk.tried and not kernels._kernels
     for x, y in zip(got, trained(name, dtype, way, options, kernels=False), strict=True):
         # Each has moved by about 0.5.
         assert float((x.double() - y.double()).abs().max()) <= (

@@ -135,7 +135,9 @@ def test_codecs_with_other_results_are_told(monkeypatch: Any) -> None:
         assert not codecs.are_exact()  # it is said once
 
 
-def test_a_compiled_step_that_was_asked_for_raises(disk: Disk) -> None:
+def test_a_compiled_step_that_was_asked_for_raises(
+    disk: Disk, compiles: list[bool]
+) -> None:
     optimizer = new(compile=True)
     p = optimizer.param_groups[0]["params"][0]
     with pytest.raises(RuntimeError, match=r"C\+\+ functions .*No space left"):

@@ -88,7 +88,9 @@ def compile_list_kernel(
     If `elementwise`, the function adds up no elements.
     """
 
-    def compile_with(header: dict[str, object]) -> ListKernel | ShapedKernel | None:
+    def compile_with(
+        header: dict[str, object], conversions: bfloat16.Conversions | None
+    ) -> ListKernel | ShapedKernel | None:
         # Two threads that import parts of it would wait for each other.
         import_module("torch._inductor.compile_fx")
         # The C++ compiler runs in processes of its own. Settings belong to a context.
@@ -97,21 +99,29 @@ def compile_list_kernel(
             ahead.start()
         options = {"cpp.threads": 1, **_width(), **header}
         options |= _one_pass() if shaped else {}
-        _, code = _compile(function, example, options, store_vectors if shaped else None)
+        change = store_vectors if shaped else conversions
+        _, code = _compile(function, example, options, change)
         if ahead.is_alive():
             ahead.join()
         make = shaped_kernel_of if shaped else list_kernel_of
-        return None if code is None else make(*code, example)
+        kernel = None if code is None else make(*code, example)
+        if code is None or kernel is None or conversions is None:
+            return kernel
+        if conversions.hold(kernel, code[1], example):
+            return kernel
+        bfloat16.report_conversions(function.__name__)
+        return compile_with(header, None)
 
     def made() -> ListKernel | ShapedKernel | None:
         dtypes = {x.dtype for x in example[1:]}
         header = bfloat16.header_options(dtypes, elementwise and not shaped)
         try:
-            return compile_with(header)
+            converts = header and not shaped
+            return compile_with(header, bfloat16.Conversions() if converts else None)
         except Exception as error:
             if not header or not bfloat16.is_compiler_error(error):
                 raise
-            kernel = compile_with({})  # raises if the header is not the cause
+            kernel = compile_with({}, None)  # raises if the header is not the cause
             bfloat16.report(error)
             return kernel
 
@@ -146,22 +156,23 @@ def _compile(
     function: Kernel,
     example: Sequence[Tensor],
     options: dict[str, object],
-    change: "Callable[[GraphModule], None] | None" = None,
+    change: "Callable[[GraphModule], dict[str, object]] | None" = None,
 ) -> tuple[Kernel, tuple[Generated, list[int]] | None]:
     """Return torch.compile's function, and the generated code with `argument_order`.
 
-    `change` changes the graph that Inductor compiles.
+    `change` changes the graph that Inductor compiles, and returns more options for it.
     """
     from torch._functorch import config
+    from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx_inner
 
     codes: list[Generated | None] = []
     calls: list[Sequence[object]] = []
 
     def inner(graph: "GraphModule", given: Sequence[Tensor], **more: Any) -> object:
-        if change is not None:
-            change(graph)
-        compiled: Any = compile_fx_inner(graph, given, **more)
+        settings = {} if change is None else change(graph)
+        with inductor_config.patch(settings):
+            compiled: Any = compile_fx_inner(graph, given, **more)
         codes.append(generated_code(compiled))
         call = compiled.__call__
 

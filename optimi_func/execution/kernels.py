@@ -262,7 +262,7 @@ def _agrees(made: Kernel, key: KernelKey, run: Kernel, count: int) -> bool:
     """Return True if a kernel does about what its function does, on a trial."""
     shapes = trials(len(key.shape)) if key.shape else [()]
     tried = [_example(key._replace(shape=shape), count, TRIAL) for shape in shapes]
-    return all([agree(made, run, example, 0.5) for example in tried])
+    return all([agree(made, run, example, 0.5, 1.0) for example in tried])
 
 
 def _compile_now(

@@ -114,7 +114,7 @@ def can_run_in_place(
     replacer = in_place_kernel(
         kernel, [Argument(0, i, i, False) for i in range(len(dtypes))]
     )
-    return agree(replacer, apart, example, 0.0)
+    return agree(replacer, apart, example, 0.0, 1.0)
 
 
 def list_kernel_of(
@@ -134,7 +134,7 @@ def list_kernel_of(
         generated([TRIAL if i < 0 else trial[i] for i in order])
 
     # Inductor promises nothing about its kernels.
-    return kernel if agree(kernel, run, example, 0.0) else None
+    return kernel if agree(kernel, run, example, 0.0, 1.0) else None
 
 
 def agree(
@@ -142,10 +142,12 @@ def agree(
     run: Callable[..., None],
     example: Sequence[Tensor],
     power: float,
+    scale: float,
 ) -> bool:
     """Return True if a kernel does what a function does, on tensors like the example.
 
-    The results may differ by the machine epsilon to that power; if it is 0, in no bit.
+    The results may differ by the machine epsilon to that power; if it is 0, in no bit. All
+    tensors but the scalars and the parameter have the scale.
     """
     generator = torch.Generator().manual_seed(0)
     trial = [
@@ -160,6 +162,9 @@ def agree(
         ).to(x)
         for x in example
     ]
+    for x in trial[2:]:
+        if x.is_floating_point():
+            x.mul_(scale)
     both = [trial, [x.clone() for x in trial]]
     run(*both[0])
     kernel(*both[1])

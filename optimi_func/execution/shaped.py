@@ -132,10 +132,11 @@ def _length(sizes: Sequence[int], bits: int) -> int:
     return 0 if bits < 0 else prod([n for i, n in enumerate(sizes) if bits >> i & 1])
 
 
-def store_vectors(module: "GraphModule") -> None:
+def store_vectors(module: "GraphModule") -> dict[str, object]:
     """Change a graph so that Inductor computes once what it broadcasts.
 
-    It would compute that anew for each element of a loop over a whole tensor.
+    It would compute that anew for each element of a loop over a whole tensor. Returns the
+    options that Inductor needs for the graph, which are none.
     """
 
     def rank(value: object) -> int:
@@ -153,3 +154,4 @@ def store_vectors(module: "GraphModule") -> None:
             node.replace_all_uses_with(stored)
             stored.args = node, list(value.shape), list(value.stride())
     module.recompile()
+    return {}

@@ -1,4 +1,4 @@
-"""Faster C++ for bfloat16 on x86 (cpp/bfloat16.cpp): the bits of at::vec's functions."""
+"""Faster C++ for bfloat16 on x86: the bits of at::vec's functions and of the graph."""
 
 import ctypes
 import logging
@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from optimi_func import AdamW
+from optimi_func.core.codes import round_to, to, widen
 from optimi_func.execution import bfloat16, inductor, kernels
-from optimi_func.execution.list_kernel import ListKernel
+from optimi_func.execution.list_kernel import TRIAL, ListKernel
 
 BITS = Path(__file__).parents[1] / "support" / "bfloat16_bits.cpp"
 X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the header is for x86")
@@ -75,7 +78,7 @@ def warnings_of(caplog: Any) -> list[str]:
     return [r.getMessage() for r in found]
 
 
-def step(dtype: torch.dtype) -> list[torch.Tensor]:
+def step(dtype: torch.dtype) -> list[Tensor]:
     """One compiled step of AdamW, whose results it returns."""
     generator = torch.Generator().manual_seed(0)
     p = torch.randn(1003, generator=generator).to(dtype).requires_grad_()
@@ -178,3 +181,155 @@ def test_a_header_that_does_not_compile_is_left_out(
     (text,) = warnings_of(caplog)
     assert "this compiler is too old" in text
     assert not any(hasattr(x, "optimi_bfloat16") for x in libraries("bfloat16"))
+
+
+# Roundings as conversions
+
+
+def kahan(scalars: Tensor, p: Tensor, g: Tensor, comp: Tensor) -> None:
+    """A step of SGD with Kahan summation, in place."""
+    lr, _ = scalars.unbind()
+    p32, x, wide = widen(p, comp, torch.float32)
+    assert wide is not None
+    u = wide - lr * (g.float() + 0.0 * x)
+    new = round_to(p32 + u, torch.bfloat16)
+    comp.copy_(to(u - (new - p32), torch.bfloat16))
+    p.copy_(to(new, torch.bfloat16))
+
+
+def traced(function: Any) -> tuple[torch.fx.GraphModule, list[Tensor]]:
+    low = [torch.ones(TRIAL, dtype=torch.bfloat16) for _ in range(3)]
+    example = [torch.ones(2), *low]
+    return make_fx(function, decomposition_table=DECOMPOSED)(*example), example
+
+
+def folded(module: torch.fx.GraphModule) -> bool:
+    """Convert, and drop conversions to bfloat16 and back, as a compiler would."""
+    found = convert_roundings(module)
+    convert = torch.ops.prims.convert_element_type.default
+    for node in list(module.graph.nodes):
+        inner = node.args[0] if node.target == convert else None
+        if getattr(inner, "target", None) == convert:
+            node.replace_all_uses_with(inner.args[0])
+    module.recompile()
+    return found
+
+
+ORDER = [0, 1, 2, 3]
+# As Inductor decomposes it.
+DECOMPOSED = {
+    torch.ops.aten._to_copy.default: lambda x, dtype: (
+        torch.ops.prims.convert_element_type.default(x, dtype)
+    )
+}
+convert_roundings = bfloat16.convert_roundings
+
+
+def test_roundings_become_conversions_with_the_same_bits() -> None:
+    module, example = traced(kahan)
+    conversions = bfloat16.Conversions()
+    assert conversions(module) == {"emulate_precision_casts": True}
+    called = [node.target for node in module.graph.nodes if node.op == "call_function"]
+    # p, g and comp are widened, the sum is rounded and widened, and comp is rounded. The
+    # rounded sum is stored as it is.
+    assert called.count(torch.ops.prims.convert_element_type.default) == 6
+    numbers = [x for node in module.graph.nodes for x in node.args if type(x) is float]
+    assert 2.0**16 not in numbers
+    assert conversions.hold(module, ORDER, example)
+
+
+@pytest.mark.parametrize("largest", [1.0, 2.0**-100, 2.0**-110, 2.0**-126, 2.0**127])
+def test_conversions_round_every_finite_number_as_before(largest: float) -> None:
+    """Also subnormal numbers, and those that overflow."""
+
+    def rounds(scalars: Tensor, p: Tensor, x: Tensor) -> None:
+        p.copy_(to(round_to(x, torch.bfloat16), torch.bfloat16))
+
+    generator = torch.Generator().manual_seed(0)
+    x = largest * torch.empty(100_000).uniform_(-2.0, 2.0, generator=generator)
+    x[::3] = x[::3].bfloat16().float() * (1.0 + 2.0**-8)  # halfway, or near it
+    x.clamp_(-torch.finfo(x.dtype).max, torch.finfo(x.dtype).max)
+    p, q = torch.empty(2, 100_000, dtype=torch.bfloat16)
+    module = make_fx(rounds, decomposition_table=DECOMPOSED)(x[:1], p, x)
+    rounds(x[:1], q, x)
+    assert bfloat16.Conversions()(module)
+    module(x[:1], p, x)
+    assert p.view(torch.int16).equal(q.view(torch.int16))
+
+
+def test_the_trial_of_conversions_rounds_up_and_down() -> None:
+    module, example = traced(kahan)
+    seen: list[Tensor] = []
+
+    def kernel(*trial: Tensor) -> None:
+        module(*trial)
+        seen.append(trial[-1])
+
+    conversions = bfloat16.Conversions()
+    conversions(traced(kahan)[0])
+    assert conversions.hold(kernel, ORDER, example)
+    directions = [(int((x > 0).sum()), int((x < 0).sum())) for x in seen]
+    assert len(seen) == 2 and min(map(min, directions)) > 100, directions
+
+
+def test_conversions_that_a_compiler_drops_are_noticed(monkeypatch) -> None:
+    """The compensation would be that of a weight with 24 bits: none."""
+    module, example = traced(kahan)
+    conversions = bfloat16.Conversions()
+    monkeypatch.setattr(bfloat16, "convert_roundings", folded)
+    assert conversions(module)
+    assert not conversions.hold(module, ORDER, example)
+
+
+def test_one_lost_bit_is_noticed() -> None:
+    module, example = traced(kahan)
+    conversions = bfloat16.Conversions()
+    conversions(module)
+
+    def kernel(*trial: Tensor) -> None:
+        module(*trial)
+        trial[-1].view(torch.int16)[17] ^= 1
+
+    assert not conversions.hold(kernel, ORDER, example)
+
+
+def test_graphs_that_cannot_be_checked_bit_for_bit_stay() -> None:
+    def rounds_alike(scalars: Tensor, p: Tensor, g: Tensor, comp: Tensor) -> None:
+        kahan(scalars, p, g.exp(), comp)
+
+    def adds_up(scalars: Tensor, p: Tensor, g: Tensor, comp: Tensor) -> None:
+        kahan(scalars, p, g - g.float().mean(), comp)
+
+    def rounds_to_float16(scalars: Tensor, p: Tensor, g: Tensor, comp: Tensor) -> None:
+        p.copy_(round_to(p.float() - g, torch.float16))
+
+    for function in (rounds_alike, adds_up, rounds_to_float16):
+        module, _ = traced(function)
+        before = str(module.graph)
+        assert bfloat16.Conversions()(module) == {}
+        assert str(module.graph) == before
+
+
+@pytest.mark.full
+@X86
+@COMPILER
+def test_a_kernel_that_lost_its_compensation_is_not_used(
+    unkept, monkeypatch, caplog
+) -> None:
+    """Without its setting Inductor drops the conversions, and the compensation is 0."""
+    expected = step(torch.bfloat16)
+    graphs: list[bool] = []
+    change = bfloat16.Conversions.__call__
+
+    def without_setting(self: bfloat16.Conversions, module: Any) -> dict[str, object]:
+        graphs.append(bool(change(self, module)))
+        return {}
+
+    monkeypatch.setattr(bfloat16.Conversions, "__call__", without_setting)
+    monkeypatch.setattr(bfloat16, "_said", set())
+    monkeypatch.setattr(kernels, "_kernels", {})
+    assert all(map(torch.equal, step(torch.bfloat16), expected))
+    assert graphs == [True]
+    (text,) = [r.getMessage() for r in caplog.records if "compiled again" in r.getMessage()]
+    assert "adamw_bfloat16_write_in_place_compensated" in text
+    assert expected[-1].count_nonzero() > 900

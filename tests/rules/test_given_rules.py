@@ -70,12 +70,12 @@ def test_steps_in_two_threads_have_their_own_extras() -> None:
     optimizer: Any = Weighed(net.parameters(), lr=0.1, compile=False)
     run = optimizer._update
 
-    def interrupted(*args: Any) -> Any:
+    def interrupted(*args: Any, **named: Any) -> Any:
         optimizer._update = run
         other = Thread(target=optimizer.step, kwargs={"weight": 2.0})
         other.start()
         other.join()
-        return run(*args)
+        return run(*args, **named)
 
     optimizer._update = interrupted
     optimizer.step(weight=1.0)

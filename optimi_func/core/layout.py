@@ -14,7 +14,7 @@ GivenSplit: TypeAlias = GivenParts | Mapping[str, GivenParts] | None
 
 
 class Layout(NamedTuple):
-    """Which matrices a tensor consists of: see the options split and transposed."""
+    """The matrices that a tensor consists of: see the options split and transposed."""
 
     parts: Parts = 1
     columns: bool = False

@@ -253,7 +253,7 @@ class Muon(Body, name="muon"):
 
     @choice
     def layout(self) -> Layout:
-        """Which matrices a parameter consists of."""
+        """Return the layout of the matrices that a parameter consists of."""
         return as_layout(self.split, self.transposed)
 
     @property

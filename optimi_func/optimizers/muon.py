@@ -258,7 +258,7 @@ class Muon(Body, name="muon"):
 
     @property
     def layout_of_squares(self) -> Layout:
-        """Which parts of the average of squares belong to these matrices."""
+        """Return the parts of the average of squares that belong to these matrices."""
         return self.layout
 
     def check(self) -> None:

@@ -123,16 +123,16 @@ def check_stored(rules: list[Rule], storage: Storage, params: list[Tensor]) -> l
             f"Invalid storage: storage.moments='8bit': {rules[0].name} keeps no moments "
             "in 8 bits with these options, so it would change nothing"
         )
-    shapes = {
-        tuple(p.shape) for p in params if codes.has_groups(p) and not codes.is_eligible(p)
-    }
+    parts = [as_real(p.detach()) for p in params]
+    cut = [codes.has_groups(x) and not codes.is_eligible(x) for x in parts]
+    shapes = {tuple(p.shape) for p, is_cut in zip(params, cut) if is_cut}
     if not shapes:
         return []
     return [
         f"storage.moments='8bit': the shards of parameters of shapes {sorted(shapes)} cut "
         f"groups of {codes.GROUP} elements, which share a scale: their moments are not "
-        "kept in codes. For a checkpoint that another number of processes can load, save "
-        "optimizer.decoded_state_dict()"
+        "kept in codes. In checkpoints of torch.distributed.checkpoint they are, so that "
+        "any number of processes can load them"
     ]
 
 

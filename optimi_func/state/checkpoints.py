@@ -129,6 +129,18 @@ def _by_name(state_dict: Group, counterparts: Counterparts) -> dict[str, Entry]:
     return by_name
 
 
+def _left_at_zero(names: list[object]) -> list[str]:
+    """Return a warning about parameters of these names, if there are any."""
+    if not names:
+        return []
+    return [
+        f"{len(names)} parameters ({names[0]}, ...) have taken steps, but all of their "
+        "moments are 0 in the state. That is right if their gradients were 0. Otherwise "
+        "the checkpoint has the moments in another form, and allow_partial_load=True left "
+        "them out: save and load decoded_state_dict()"
+    ]
+
+
 class Checkpoints(Optimizer):
     """The methods of an optimizer that save, load and convert its state."""
 
@@ -183,12 +195,32 @@ class Checkpoints(Optimizer):
         """Return the state by parameter number, and the groups, as torch.optim does.
 
         State of parameters that were taken out of the groups is left out, with a warning.
+        torch.distributed.checkpoint gets the codes of one process also where shards cut
+        groups of 64 elements and the moments are plain numbers here: they are gathered for
+        it, one parameter after the other.
 
         Raises:
             ValueError: A parameter that was put without a name into a group with names.
         """
+        packed = self._packed()
+        if in_distributed_checkpoint():
+            self._change_entries(packed, stored.with_whole_codes)
+        return packed
+
+    def _packed(self) -> StateDict:
+        """Return the `state_dict` with the tensors of this optimizer."""
         with _hooking, self.register_state_dict_post_hook(_as_strings, prepend=True):
             return unwrapped(super(Checkpoints, self._without_strangers()).state_dict)()
+
+    def _change_entries(
+        self, packed: StateDict, change: Callable[[Rule, Tensor, Storage, Entry], Entry]
+    ) -> None:
+        """Replace each parameter's entry in a state dict of this optimizer."""
+        every = [(group, p) for group in self.param_groups for p in group["params"]]
+        for i, (group, p) in enumerate(every):
+            if isinstance(entry := packed["state"].get(i), dict):
+                how = self.rule_of(group), p, group_storage(group)
+                packed["state"][i] = change(*how, entry)
 
     def _without_strangers(self) -> "Checkpoints":
         """Return this optimizer, or one that shares all but the state of no group's."""
@@ -226,12 +258,8 @@ class Checkpoints(Optimizer):
         `load_state_dict` loads it into any storage. Use it to change the storage with
         torch.distributed.checkpoint, which loads into the tensors that are there.
         """
-        packed = self.state_dict()
-        every = [(group, p) for group in self.param_groups for p in group["params"]]
-        for i, (group, p) in enumerate(every):
-            if isinstance(packed["state"].get(i), dict):
-                rule = self.rule_of(group)
-                packed["state"][i] = stored.decoded(rule, p, packed["state"][i])
+        packed = self._packed()
+        self._change_entries(packed, lambda r, p, _, entry: stored.decoded(r, p, entry))
         return packed
 
     def master_state_dict(self, model: torch.nn.Module) -> dict[str, Tensor]:
@@ -428,7 +456,7 @@ class Checkpoints(Optimizer):
         self.check_train_mode("load_fitting()")
         several = "param_groups" not in state_dict
         states = list(state_dict.values()) if several else [state_dict]
-        packed, report = self.state_dict(), Fitted({}, {}, [])
+        packed, report = self._packed(), Fitted({}, {}, [])
         groups = self.named_groups()
         ours = [name for group in groups for name, _ in named_params(group)]
         packed["state"], names = {}, dict[str, None]()
@@ -458,7 +486,7 @@ class Checkpoints(Optimizer):
         groups: list[Group] = []
         made: dict[Tensor, Entry] = {}
         flags = {k for k, x in self._parameters.items() if x.annotation is bool}
-        flags, lost = {*flags, "train_mode"}, list[object]()
+        flags, lost, empty = {*flags, "train_mode"}, list[object](), list[object]()
         every = self.param_groups, self.named_groups(), match.groups, match.entries
         for mine, named, options, entries in zip(*every):
             first = sum(len(group["params"]) for group in groups)
@@ -492,6 +520,9 @@ class Checkpoints(Optimizer):
                         lost.append(name)
                 if saved is not None:
                     made[p] = load(name, p, saved)
+                    if stored.lacks_moments(rule, p, storage, made[p]):
+                        empty.append(name)
+        warn(_left_at_zero(empty))
         if lost:
             warn_user(
                 f"the state has no 'kahan_comp' of {len(lost)} parameters "

@@ -170,7 +170,13 @@ def _kept(p: Tensor, field: Any, like: Any, keep_dtypes: bool) -> object:
             q = _laid_out(p, field.q, field.q.dtype)
             scale = distribute_like(p, field.scale.detach().to(p.device, copy=True))
             return type(like)(q, scale)
-        x = type(field)(*map(whole, field)).decode(torch.float32)
+        q, scale = map(whole, field)
+        if q is not field.q:  # a gathered tensor is contiguous, and its groups may not be
+            ordered = torch.empty_strided(
+                q.shape, field.q.stride(), dtype=q.dtype, device=q.device
+            )
+            q = ordered.copy_(q)
+        x = type(field)(q, scale).decode(torch.float32)
     if isinstance(like, Tensor):
         keeps = keep_dtypes and isinstance(field, Tensor)
         # Of its own shape, if the rule's map of whole tensors keeps it.
@@ -233,6 +239,51 @@ def decoded(rule: Rule, p: Tensor, entry: Entry) -> Entry:
             low = p.is_complex() and key in rule.state._fields and codes.is_low(x.dtype)
             result[key] = x.float() if low else x
     return {k: stored(p, x) if k in rule.state._fields else x for k, x in result.items()}
+
+
+def with_whole_codes(rule: Rule, p: Tensor, storage: Storage, entry: Entry) -> Entry:
+    """Return an entry with the codes that one process has, if shards of p cut groups.
+
+    Processes that have the shards gather the moments and have all scales. Other numbers of
+    processes find the same names and shapes in a checkpoint then.
+    """
+    like = as_real(p.detach())
+    if codes.is_eligible(like):
+        return entry
+    result: Entry = {}
+    kinds = _codecs(rule, p, storage)
+    for name, x in entry.items():
+        if name not in kinds:
+            result[name] = x
+            continue
+        field = kinds[name].encode(whole(as_real(x.detach())), codes.NEAREST)
+        q = distribute_like(like, field.q)
+        result.update({f"{name}_q": q, f"{name}_scale": field.scale})
+    return result
+
+
+def lacks_moments(rule: Rule, p: Tensor, storage: Storage, entry: Entry) -> bool:
+    """Return True if all moments that codes are for are 0 after steps, in this process.
+
+    A load that leaves out what a checkpoint has in another form keeps these zeros.
+    """
+    if p.is_meta or not is_unwatched():
+        return False  # there are no values
+    names = _codecs(rule, p, storage)
+    if not names or not entry.get("step"):
+        return False
+    held = [name if name in entry else f"{name}_scale" for name in names]
+    found = to_local([entry[name] for name in held])
+    return all(x.numel() for x in found) and not any(bool(x.any()) for x in found)
+
+
+def _codecs(rule: Rule, p: Tensor, storage: Storage) -> dict[str, codes.Codes]:
+    """Return fresh fields, without memory, that one process keeps in codes for p."""
+    if not storage.coded or not codes.has_groups(as_real(p.detach())):
+        return {}
+    like = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
+    fresh = fresh_like(rule, like, storage).state
+    return {k: x for k, x in fresh._asdict().items() if isinstance(x, codes.Codes)}
 
 
 def fitting(bound: FunctionalOptimizer, p: Tensor, saved: Entry) -> tuple[Entry, list[str]]:

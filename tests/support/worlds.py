@@ -171,7 +171,7 @@ def world(*sizes: int, full: Iterable[int] = (), soak: Iterable[int] = ()) -> An
 
 
 @contextlib.contextmanager
-def raises(kind: type[Exception], text: str) -> Iterator[None]:
+def raises(kind: type[BaseException], text: str) -> Iterator[None]:
     try:
         yield
     except kind as error:

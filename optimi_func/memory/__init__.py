@@ -16,12 +16,12 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core.checks import check_whole
-from optimi_func.core.distributed import any_distributed, to_local
+from optimi_func.core.distributed import any_distributed
 from optimi_func.core.rule import Storage
 from optimi_func.execution.executors import SMALL
 from optimi_func.memory import counting
-from optimi_func.memory.activations import LossFn, Trace, trace
-from optimi_func.memory.counting import Factory, most_alive
+from optimi_func.memory.activations import Activations, LossFn, activations_of
+from optimi_func.memory.counting import Factory
 from optimi_func.memory.peaks import Handling, Peak, Sizes, peak_of
 from optimi_func.memory.recipes import (
     WAYS,
@@ -60,14 +60,18 @@ def plan(
     and to scale gradients; plain bfloat16 comes last. Otherwise recipes are ordered by what
     a step loses for good, in weights and moments first, then in sums of gradients.
 
-    With `loss_fn` and `batch`, forward and backward run on fake CPU tensors, once in each
-    dtype. Floating tensors of the batch that have the model's dtype are cast with it.
+    With `loss_fn` and `batch`, one forward runs on fake CPU tensors in each dtype, and the
+    tensors that it saves for backward are counted. Gradients of activations, and what
+    backward takes besides, are not seen: they are estimated from the sizes of the saved
+    tensors. So the activations, and a peak in backward with them, are an estimate, which is
+    usually a little too large; [the guide](../precision.md#will-it-fit) compares it with
+    measurements. A block in `torch.utils.checkpoint` counts as if its modules ran again
+    together. Floating tensors of the batch that have the model's dtype are cast with it.
     `torch.autocast(device.type)` in `loss_fn`, with the device of its batch, acts as in
-    training. Without `loss_fn` and `batch`, a tied weight's gradient counts throughout, of
-    the others the largest, and the column of activations is empty.
+    training.
 
-    Under gradient release and without it, gradients live in backward as they do in the
-    training. The sum of two gradients, as of a tied weight, may be counted once too often.
+    Without `loss_fn` and `batch` the column of activations is empty. A tied weight's
+    gradient then counts throughout backward, of the others the largest under release.
 
     Args:
         model: On any device, "meta" too; it does not change.
@@ -79,7 +83,7 @@ def plan(
         loss_fn: `(model, batch) -> loss`, run with a copy of the model.
         batch: A tree of tensors, on the model's device or on meta.
         device: "cpu" or "cuda", where the model will be trained. None: the model's
-            device, and "cuda" for a model on meta. On CUDA, attention is an estimate.
+            device, and "cuda" for a model on meta.
         ranks: Processes that fully_shard will divide the model among. Bytes are those of
             one process; gathered parameters are an estimate.
         accumulation_steps: Backwards that make a step.
@@ -87,12 +91,13 @@ def plan(
             (momentum, amsgrad); lr and others may wait for `apply`.
 
     Returns:
-        The plan: `print` it, `plot` it; `best` is the recipe to `apply`, if one fits.
+        The plan: `print` it; `best` is the recipe to `apply`, if one fits.
 
     Raises:
         TypeError, ValueError: The budget is no size, the batch is on another device than
-            the model, the loss is no scalar or depends on no parameter, recipes decide an
-            option, or the optimizer refuses one.
+            the model, the loss is no scalar or depends on no parameter, the model is
+            divided among processes already, recipes decide an option, or the optimizer
+            refuses one.
         RuntimeError: The forward cannot run on fake tensors; the module is named.
 
     >>> from optimi_func import AdamW
@@ -112,12 +117,14 @@ def plan(
     check_whole("ranks", ranks, 1)
     check_whole("accumulation_steps", accumulation_steps, 1)
     check_undecided(options)
-    _check_batch(params, loss_fn, batch, ranks)
-    metas = {x: counting.on_meta(params, x) for x in (torch.float32, torch.bfloat16)}
+    _check_batch(params, loss_fn, batch)
+    metas = {
+        x: counting.cast_to(params, x, "meta") for x in (torch.float32, torch.bfloat16)
+    }
     make = partial(counting.made_of, optimizer, model)
     releases = _may_release(make, metas[torch.float32], options)
     job = _Job(model, params, device, ranks, accumulation_steps)
-    traces: dict[torch.dtype, Trace] = {}
+    counted: dict[torch.dtype, Activations] = {}
     recipes: list[Recipe] = []
     for name, dtype, storage in WAYS:
         meta = metas[dtype]
@@ -128,10 +135,10 @@ def plan(
             if storage is None:
                 raise
             continue  # the rule or a parameter refuses this storage
-        if dtype not in traces and loss_fn is not None:
-            traces[dtype] = trace(model, loss_fn, batch, dtype, device)
-        traced, fixed = traces.get(dtype), job.fixed(meta)
-        twin = job.local_twin(make, meta, {**options, "storage": storage})
+        if dtype not in counted and loss_fn is not None:
+            counted[dtype] = activations_of(model, loss_fn, batch, dtype, device)
+        activations, fixed = counted.get(dtype), job.fixed(meta)
+        twin = Twin(instance, meta, {})
         for release, buffer in _variants(dtype, accumulation_steps):
             if release and not releases:
                 continue
@@ -148,8 +155,8 @@ def plan(
                 buffer_dtype=buffer,
                 parameters=fixed,
                 state=state,
-                **job.peak(traced, sizes, how)._asdict(),
-                estimated=job.estimated(traced),
+                **job.peak(activations, sizes, how)._asdict(),
+                estimated=job.estimated(activations),
                 optimizer=optimizer,
                 options=options,
             )
@@ -202,35 +209,17 @@ class _Job(NamedTuple):
         title += f", each of {self.ranks} ranks" * (self.ranks > 1)
         return title + f", {self.backwards} backwards a step" * (self.backwards > 1)
 
-    def is_sharded(self) -> bool:
-        return self.ranks > 1 or any_distributed(list(self.params.values()))
-
-    def estimated(self, traced: Trace | None) -> tuple[str, ...]:
+    def estimated(self, activations: Activations | None) -> tuple[str, ...]:
         """Return the parts that are estimates."""
-        attention = traced is not None and traced.attention
-        return ("activations",) * attention + ("scratch",) * self.is_sharded()
+        return ("activations",) * bool(activations) + ("scratch",) * (self.ranks > 1)
 
     def fixed(self, meta: Mapping[str, Tensor]) -> int:
         """Return the bytes of parameters and buffers."""
         sizes = [counting.held(p, self.ranks) for p in meta.values()]
         dtype = next(p.dtype for p in meta.values() if p.requires_grad)
-        for x in to_local(list(self.model.buffers())):
+        for x in self.model.buffers():
             sizes.append(x.numel() * counting.cast_dtype(x, dtype).itemsize)
         return sum(counting.rounded(size, self.device) for size in sizes)
-
-    def local_twin(
-        self, make: Make, meta: counting.Params, options: Mapping[str, object]
-    ) -> Twin:
-        """Return an optimizer of the local shards, and these by name."""
-        if any_distributed(list(meta.values())):
-            parts = to_local([p.detach() for p in meta.values()])
-            meta = {
-                name: nn.Parameter(part, p.requires_grad)
-                for (name, p), part in zip(meta.items(), parts)
-            }
-        optimizer = make(meta, options)
-        optimizer.init_state()
-        return Twin(optimizer, meta, {})
 
     def sizes(
         self, meta: counting.Params, twin: Twin, release: bool
@@ -258,27 +247,25 @@ class _Job(NamedTuple):
             sizes.append(size)
         return sizes, -(-twin.temporaries(waiting, self.device) // self.ranks)
 
-    def peak(self, traced: Trace | None, sizes: list[Sizes], how: Handling) -> Peak:
+    def peak(
+        self, activations: Activations | None, sizes: list[Sizes], how: Handling
+    ) -> Peak:
         """Return the bytes at the worst moment of a step in one process."""
-        if not self.is_sharded():
-            return peak_of(traced, sizes, how)
-        parts = to_local([p.detach() for p in self.params.values()])
-        whole, local = (sum(map(Tensor.numel, x)) for x in (self.params.values(), parts))
-        # Processes that the model is or will be divided among.
-        processes = max(self.ranks, -(-whole // max(local, 1)))
+        if self.ranks == 1:
+            return peak_of(activations, sizes, how)
         block, rest = _largest_unit(self.model, how.dtype)
         gradients = sum(p.bytes for p in sizes)
         if how.release:  # they are reduced and released block by block
-            gradients = how.sums(sizes) + max(block, rest) // processes
+            gradients = how.sums(sizes) + max(block, rest) // self.ranks
         # Two blocks with their gradients are whole, the running and the prefetched one.
         # Parameters in no block are whole from forward to the end of backward.
         update = max([how.scratch, *[p.scratch or 0 for p in sizes]])
         scratch = 2 * (2 * block + rest) + update
-        if traced is None:
-            return Peak(gradients, None, scratch, "backward")
-        owners = {e.block for e in traced.events if e.param >= 0}
-        activations = most_alive(e for e in traced.events if e.block not in owners)
-        return Peak(gradients, activations, scratch, "backward")
+        if activations is not None:
+            empty = [m._replace(params=()) for m in activations.moments]
+            alone = peak_of(activations._replace(moments=empty), [], how)
+            return Peak(gradients, alone.activations, scratch, "backward")
+        return Peak(gradients, None, scratch, "backward")
 
 
 def _largest_unit(model: nn.Module, dtype: torch.dtype) -> tuple[int, int]:
@@ -333,6 +320,11 @@ def _checked_params(model: object, device: object) -> tuple[dict[str, Tensor], s
             raise ValueError(f"{name} has no shape yet: run a forward first")
     if not any(p.requires_grad for p in params.values()):
         raise ValueError(f"model={type(model).__name__} has no parameter to train")
+    if any_distributed(list(params.values())):
+        raise ValueError(
+            "the model is divided among processes already: plan it before fully_shard, "
+            "with ranks="
+        )
     devices = {p.device for p in params.values()}
     if len(devices) > 1:
         raise ValueError(
@@ -347,12 +339,7 @@ def _checked_params(model: object, device: object) -> tuple[dict[str, Tensor], s
     return params, device
 
 
-def _check_batch(
-    params: Mapping[str, Tensor], loss_fn: object, batch: object, ranks: int
-) -> None:
-    distributed = any_distributed(list(params.values()))
-    if distributed and ranks > 1:
-        raise ValueError(f"ranks={ranks} for a model that is divided already: leave it out")
+def _check_batch(params: Mapping[str, Tensor], loss_fn: object, batch: object) -> None:
     if (loss_fn is None) != (batch is None):
         given, missing = ("batch", "loss_fn") if loss_fn is None else ("loss_fn", "batch")
         raise ValueError(f"{given} without {missing}: pass both, or neither")
@@ -361,11 +348,6 @@ def _check_batch(
     if not callable(loss_fn):
         raise TypeError(
             f"loss_fn={loss_fn!r}: allowed are functions (model, batch) -> loss"
-        )
-    if distributed:
-        raise ValueError(
-            "loss_fn of a model that is divided among processes: plan it before "
-            "fully_shard, with ranks="
         )
     home = next(iter(params.values())).device
     allowed = {home, torch.device("meta")}

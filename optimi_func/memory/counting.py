@@ -5,13 +5,12 @@ tensors are counted, and its own step is rehearsed.
 """
 
 import inspect
-import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimi_func.classes.base import BaseOptimizer
-from optimi_func.core.distributed import is_distributed, to_local
 from optimi_func.core.program import TOGETHER
 from optimi_func.core.rehearsal import rehearse
 from optimi_func.core.rule import WHOLE_BATCH
@@ -41,76 +39,48 @@ _WORKSPACES: dict[str, Callable[[int], int]] = {
 _ENOUGH = max(TOGETHER, ELEMENTS, BATCHED)
 
 
-class Event(NamedTuple):
-    """A change of the memory that is alive, in bytes, or the arrival of a gradient."""
-
-    bytes: int
-    block: int
-    param: int = -1  # of an arrival: the index of the parameter
-
-
 class Counter(TorchDispatchMode):
-    """A dispatch mode that records when operations take memory, and when it is freed.
+    """A dispatch mode that counts the bytes that operations take and have not freed.
 
-    A block is taken when its storage is seen for the first time, and freed with the last
+    Memory is taken when a storage is seen for the first time, and freed with the last
     reference to it.
     """
 
     def __init__(self, device: str) -> None:
         super().__init__()
-        self.events: list[Event] = []
-        self.in_backward = False
-        self._on_cpu = device == "cpu"
-        self._size = lambda size: rounded(size, device)
-        # By id of a storage that is alive: its block, and a weak reference to it.
-        self._blocks: dict[int, tuple[int, object]] = {}
-        self._next = itertools.count()
-        self._late: list[Event] = []
+        self.most = self._alive = 0
+        self._device = device
+        # Weak references to storages that are alive, by id.
+        self._storages: dict[int, object] = {}
 
-    def block(self, x: Tensor, bytes: int | None = None, late: bool = False) -> int:
-        """Return the number of a tensor's memory, which is new if it was not seen before.
-
-        If `late`, it is taken when the next operation begins.
-        """
-        if x.layout != torch.strided:
-            raise NotImplementedError(
-                f"a tensor has layout {x.layout}: only strided tensors can be planned"
-            )
+    def seen(self, x: Tensor, counts: bool = True) -> None:
+        """Count the storage of a tensor if it is new, or never if not `counts`."""
         storage = x.untyped_storage()
-        key, size = id(storage), self._size(storage.nbytes()) if bytes is None else bytes
-        if key not in self._blocks:
-            block = next(self._next)
+        key = id(storage)
+        size = rounded(storage.nbytes(), self._device) if counts else 0
+        if key in self._storages:
+            return
 
-            def freed(_: object) -> None:
-                del self._blocks[key]
-                self.events.append(Event(-size, block))
+        def freed(_: object) -> None:
+            del self._storages[key]
+            self._alive -= size
 
-            self._blocks[key] = block, weakref.ref(storage, freed)
-            (self._late if late else self.events).append(Event(size, block))
-        return self._blocks[key][0]
+        self._storages[key] = weakref.ref(storage, freed)
+        self._take(size)
 
-    def known(self, tensors: object) -> None:
-        """Leave tensors uncounted that are there before."""
-        pytree.tree_map_only_(Tensor, lambda x: self.block(x, 0), tensors)
+    def _take(self, size: int) -> None:
+        self._alive += size
+        self.most = max(self.most, self._alive)
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run an operation unchanged and see its results."""
-        if func is torch.ops.prim.device.default:
-            # Called very often. A fake tensor answers without another dispatch.
-            return args[0].device
-        self.events += self._late
-        self._late.clear()
         out = func(*args, **(kwargs or {}))
-        # Autograd adds gradients into the first of them, but not under a dispatch mode.
-        # Unless it has to be kept, that one is freed before the next operation.
-        adds = self.in_backward and func is torch.ops.aten.add.Tensor
-        late = adds and not torch.is_grad_enabled() and not args[0]._is_view()
-        pytree.tree_map_only_(Tensor, lambda x: self.block(x, late=late), out)
-        if self._on_cpu and (size := _extra_bytes(func, args, kwargs or {})):
-            block = next(self._next)
-            self.events += [Event(size, block), Event(-size, block)]
+        pytree.tree_map_only_(Tensor, self.seen, out)
+        if self._device == "cpu" and (size := _extra_bytes(func, args, kwargs or {})):
+            self._take(size)
+            self._alive -= size
         return out
 
 
@@ -137,21 +107,15 @@ def _extra_bytes(func: Any, args: Any, kwargs: Any) -> int:
     return sum([x.numel() * common.itemsize for x in read + written if x.dtype != common])
 
 
-def most_alive(events: Iterable[Event]) -> int:
-    """Return the most bytes that are taken and not yet freed at one time."""
-    return max(itertools.accumulate([e.bytes for e in events], initial=0))
-
-
 def held(x: Tensor, ranks: int = 1) -> int:
-    """Return the bytes of a tensor in one process, for a DTensor those of its local part.
+    """Return the bytes of a tensor in one process.
 
     If `ranks` > 1, fully_shard will divide its rows. The first process has the most.
     """
-    (part,) = to_local([x])
-    if ranks == 1 or is_distributed(x) or not part.dim() or not part.numel():
-        return part.nbytes
-    rows = part.shape[0]
-    return part.nbytes // rows * -(-rows // ranks)
+    if ranks == 1 or not x.dim() or not x.numel():
+        return x.nbytes
+    rows = x.shape[0]
+    return x.nbytes // rows * -(-rows // ranks)
 
 
 def rounded(size: int, device: str) -> int:
@@ -164,15 +128,39 @@ def cast_dtype(x: Tensor, dtype: torch.dtype) -> torch.dtype:
     return dtype if x.is_floating_point() and x.element_size() > 1 else x.dtype
 
 
-def on_meta(params: Mapping[str, Tensor], dtype: torch.dtype) -> Params:
-    """Return meta parameters of the same shapes, cast to a dtype."""
+def cast_to(params: Mapping[str, Tensor], dtype: torch.dtype, device: str) -> Params:
+    """Return empty parameters of the same shapes and strides, cast to a dtype."""
     found: Params = {}
     for name, p in params.items():
-        x = torch.empty_like(p.detach(), device="meta", dtype=cast_dtype(p, dtype))
-        if x.dtype == p.dtype and not is_distributed(p):  # a slice is left as it is
-            x = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
+        cast = cast_dtype(p, dtype)
+        x = torch.empty_like(p.detach(), device=device, dtype=cast)
+        if cast == p.dtype:  # a slice is left as it is
+            x = torch.empty_strided(p.shape, p.stride(), dtype=cast, device=device)
         found[name] = nn.Parameter(x, p.requires_grad)
     return found
+
+
+def copied(model: nn.Module, params: Params, dtype: torch.dtype) -> nn.Module:
+    """Return a copy of a model with these parameters, and empty tensors in place of others.
+
+    Plain attributes are replaced too, because tensors of two devices do not mix.
+    """
+    memo: dict[int, object] = {id(p): params[n] for n, p in model.named_parameters()}
+    device = next(iter(params.values())).device
+    plain = [x for m in model.modules() for x in vars(m).values() if isinstance(x, Tensor)]
+    dtypes = {id(x): cast_dtype(x, dtype) for x in model.buffers()}
+    for x in (*model.buffers(), *plain):
+        cast = dtypes.get(id(x), x.dtype)
+        empty = torch.empty_strided(x.shape, x.stride(), dtype=cast, device=device)
+        memo.setdefault(id(x), empty)
+    try:
+        return deepcopy(model, memo)
+    except Exception as error:
+        raise RuntimeError(
+            f"the model, a {type(model).__name__}, cannot be copied to be run on fake "
+            f"tensors ({type(error).__name__}: {error}): plan it before it is wrapped, or "
+            "without loss_fn and batch"
+        ) from error
 
 
 def takes_model(optimizer: Factory) -> bool:
@@ -196,10 +184,7 @@ def made_of(
         options = {"lr": 1e-3, **options}
     first: Any = list(params.items())
     if takes_model(optimizer):
-        memo: dict[int, object] = {
-            id(p): params[name] for name, p in model.named_parameters()
-        }
-        first = deepcopy(model, memo | {id(x): x.to("meta") for x in model.buffers()})
+        first = copied(model, params, next(iter(params.values())).dtype)
     kind = optimizer
     if not isinstance(optimizer, type) or issubclass(optimizer, BaseOptimizer):
         with warnings.catch_warnings():
@@ -239,7 +224,8 @@ def temporaries(optimizer: BaseOptimizer, params: list[nn.Parameter], device: st
         kinds[kind] = kinds.get(kind, 0) + p.numel()
     grads = [torch.empty_like(p, requires_grad=False) for p in some]
     counter, wholes = Counter(device), [WHOLE_BATCH] * len(some)
-    counter.known([some, grads, [[*optimizer.state[p].values()] for p in some]])
+    before = [some, grads, [[*optimizer.state[p].values()] for p in some]]
+    pytree.tree_map_only_(Tensor, lambda x: counter.seen(x, counts=False), before)
     with rehearse(device), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # The first one is planned, which computes shapes on meta.
@@ -249,7 +235,7 @@ def temporaries(optimizer: BaseOptimizer, params: list[nn.Parameter], device: st
                 optimizer.state[p]["step"].fill_(step - 1)
             with counter:
                 optimizer.update(some, grads, wholes, write=True, count=True)
-    return most_alive(counter.events)
+    return counter.most
 
 
 def _steps(optimizer: BaseOptimizer) -> set[int]:

@@ -1,4 +1,4 @@
-"""The peak of a recipe: the events of a forward and backward, with its gradients."""
+"""The peak of a recipe: activations and gradients, where backward has the most of both."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,8 +6,7 @@ from typing import NamedTuple
 import torch
 
 from optimi_func.gradient_release.backward import PENDING_BYTES, aligned, staging_size
-from optimi_func.memory.activations import Trace
-from optimi_func.memory.counting import Event, rounded
+from optimi_func.memory.activations import Activations, Moment, gradients_of
 
 
 class Sizes(NamedTuple):
@@ -36,6 +35,13 @@ class Handling(NamedTuple):
         if not self.release:
             return sum(p.bytes for p in params)
         return sum(p.numel for p in params) * (self.buffer or self.dtype).itemsize
+
+    def updated(self, p: Sizes, flushes: bool) -> int:
+        """Return the bytes that p's complete gradient takes until p is updated."""
+        if not self.release:
+            return 0
+        wide, casts = self.added(p)
+        return wide + max(casts, self.scratch * flushes if p.scratch is None else p.scratch)
 
     def added(self, p: Sizes) -> tuple[int, int]:
         """Return the bytes of p's sum with its last gradient, and of temporaries for it.
@@ -66,35 +72,40 @@ class Peak(NamedTuple):
         return self.gradients + (self.activations or 0) + self.scratch
 
 
-def peak_of(traced: Trace | None, params: Sequence[Sizes], how: Handling) -> Peak:
+def peak_of(found: Activations | None, params: Sequence[Sizes], how: Handling) -> Peak:
     """Return the peak of a step that begins with optimizer state."""
-    events = traced.events if traced else without_activations(params, how.device)
-    begin = traced.backward if traced else 0
-    owners = {e.block for e in events if e.param >= 0}
+    moments = found.moments if found else unordered(params)
+    batch = found.batch if found else 0
+    used = {i for m in moments for i in m.params}
+    if unused := [i for i in range(len(params)) if i not in used]:  # at any time
+        moments = [Moment(params=unused), *moments, Moment(params=unused)]
+    first = {i: k for k, m in reversed([*enumerate(moments)]) for i in m.params}
     waiting, flushes = _waiting(params, how) if how.release else (0, False)
-    gradients, other = how.sums(params) + waiting, 0
-    peak = Peak(gradients, other, 0, "forward")
-    for i, e in enumerate(events):
-        scratch = 0
-        if e.param >= 0 and how.release:
-            p = params[e.param]
-            wide, casts = how.added(p)
-            update = how.scratch * flushes if p.scratch is None else p.scratch
-            scratch = wide + max(casts, update)
-        elif e.block not in owners:
-            other += e.bytes
-        elif e.bytes > 0 or how.release or how.backwards > 1:
-            gradients += e.bytes
-        now = Peak(gradients, other, scratch, "forward" if i < begin else "backward")
+    gradients = how.sums(params) + waiting
+    sizes = [m.saved for m in moments if m.saved]
+    saved, left, again = sum(sizes), len(sizes), 0
+    alive: set[int] = set()
+    peak = Peak(gradients, batch + saved, 0, "backward")
+    for k, m in reversed([*enumerate(moments)]):
+        again += m.again
+        gradients += sum(params[i].bytes for i in m.params if i not in alive)
+        alive |= {*m.params}
+        complete = [params[i] for i in m.params if first[i] == k]
+        # Two gradients of a tied weight are added into a third tensor.
+        shares = sum(2 * p.bytes for p in complete if p.uses > 1)
+        other = batch + saved + max(again, gradients_of(sizes, max(left - 1, 0)))
+        scratch = max([how.updated(p, flushes) for p in complete], default=0)
+        now = Peak(gradients + shares, other, scratch, "backward")
         peak = max(peak, now, key=lambda x: x.total)
-        if e.param >= 0 and how.release:  # its sum is freed
-            gradients -= how.sums([params[e.param]])
-    end = Peak(gradients, other, how.scratch, "backward" if how.release else "step")
+        if how.release or how.backwards > 1:
+            gradients -= sum(p.bytes for p in complete)
+        if how.release:
+            gradients -= how.sums(complete)
+        if m.saved is not None:  # outside of checkpoints
+            saved, left, again = saved - m.saved, left - bool(m.saved), 0
+    end = Peak(gradients, batch, how.scratch, "backward" if how.release else "step")
     peak = max(peak, end, key=lambda x: x.total)
-    if traced is None:  # all blocks belong to gradients
-        peak = peak._replace(gradients=peak.gradients + (peak.activations or 0))
-        peak = peak._replace(activations=None)
-    return peak
+    return peak if found else peak._replace(activations=None)
 
 
 def _waiting(params: Sequence[Sizes], how: Handling) -> tuple[int, bool]:
@@ -114,20 +125,11 @@ def _waiting(params: Sequence[Sizes], how: Handling) -> tuple[int, bool]:
     return size, flushes
 
 
-def without_activations(params: Sequence[Sizes], device: str) -> list[Event]:
-    """Return the events of a backward that are certain without a trace.
+def unordered(params: Sequence[Sizes]) -> list[Moment]:
+    """Return the moments of a model whose forward is unknown.
 
-    A parameter with several names has a gradient from its first use to its last, where a
-    second one is added into new memory. Other gradients exist one at a time.
+    A parameter with several names has a gradient throughout, others one after the other.
     """
-    sizes = [rounded(p.bytes, device) for p in params]
-    shared = [i for i, p in enumerate(params) if p.uses > 1]
-    events = [Event(sizes[i], -i - 1) for i in shared]
-    for i in reversed([i for i, p in enumerate(params) if p.uses == 1]):
-        events += [Event(sizes[i], i), Event(0, i, i), Event(-sizes[i], i)]
-    for i in shared:
-        last = len(params) + i
-        events += [Event(sizes[i], last), Event(sizes[i], i)]
-        events += [Event(-sizes[i], -i - 1), Event(-sizes[i], last)]
-        events += [Event(0, i, i), Event(-sizes[i], i)]
-    return events
+    shared = Moment(params=[i for i, p in enumerate(params) if p.uses > 1])
+    alone = [Moment(params=[i]) for i, p in enumerate(params) if p.uses == 1]
+    return [shared, *alone, shared]

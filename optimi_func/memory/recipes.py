@@ -29,7 +29,6 @@ WAYS: list[tuple[str, torch.dtype, StorageLike | None]] = [
     ("bfloat16 plain", torch.bfloat16, Storage("plain")),
 ]
 PARTS = ("parameters", "gradients", "state", "activations", "scratch")
-_COLORS = ("#4c78a8", "#e45756", "#9ecae9", "#f2b950", "#8c8c8c")  # of a picture's bars
 
 
 _UNITS = {
@@ -114,9 +113,9 @@ class Recipe:
         slower: What makes a training step slower than the fastest recipe's: products in
             float32 on a GPU, or in bfloat16 on a CPU (unless it has instructions for them),
             codes of 8-bit moments, compensations, hooks of gradient release. "-": nothing.
-        phase: The worst moment is in "forward", "backward" or "step".
+        phase: The worst moment is in "backward" or "step".
         fits: True if the peak is within the budget.
-        estimated: Names of parts that are estimates: "activations" for attention on CUDA,
+        estimated: Names of parts that are estimates: "activations" with loss_fn and batch,
             "scratch" for what fully_shard gathers.
     """
 
@@ -238,7 +237,7 @@ class MemoryPlan:
             )
         estimated = {part for r in self.recipes for part in r.estimated}
         if "activations" in estimated:
-            notes.append("~ attention on CUDA is an estimate, from the CPU's fused kernel")
+            notes.append("~ activations are an estimate, from what one forward saves")
         if "scratch" in estimated:
             notes.append(
                 "~ what fully_shard gathers is an estimate: two blocks and the parameters "
@@ -251,58 +250,3 @@ class MemoryPlan:
         limit = parse_size("budget", budget)
         recipes = [replace(recipe, fits=recipe.peak <= limit) for recipe in self.recipes]
         return MemoryPlan(self.title, limit, tuple(recipes))
-
-    def plot(self, path: object) -> None:
-        """Draw each recipe's bytes by part, and the budget.
-
-        Args:
-            path: A file to write, in the format of its suffix, or matplotlib axes to draw
-                into.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        draw = _draw if hasattr(path, "barh") else _save
-        draw(path, self)
-
-
-def _save(path: Any, plan: MemoryPlan) -> None:
-    """Draw a plan into a file, or raise if matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "plot() draws with matplotlib, which is not installed: pip install matplotlib"
-        ) from error
-    size = (10, 1.8 + 0.28 * len(plan.recipes))
-    figure = Figure(figsize=size, layout="constrained")
-    _draw(figure.subplots(), plan)
-    figure.legend(loc="outside lower center", ncols=6, frameon=False)
-    figure.savefig(path, dpi=120)
-
-
-def _draw(axes: Any, plan: MemoryPlan) -> None:
-    """Draw a bar of parts for each recipe, pale if it does not fit, and the budget."""
-    name, size = unit_of(plan.recipes)
-    places = list(range(len(plan.recipes)))
-    ends = [0.0] * len(places)
-    for part, color in zip(PARTS, _COLORS):
-        sizes = [(getattr(r, part) or 0) / size for r in plan.recipes]
-        bars = axes.barh(places, sizes, left=ends, color=color, label=part)
-        for bar, r in zip(bars, plan.recipes):
-            bar.set_alpha(1.0 if r.fits else 0.35)
-        ends = [a + b for a, b in zip(ends, sizes)]
-    best = next((r for r in plan.recipes if r.fits), None)
-    for place, r, end in zip(places, plan.recipes, ends):
-        text = f" {'~' if r.estimated else ''}{r.peak / size:.2f}"
-        bold = "bold" if r is best else None
-        axes.text(end, place, text, va="center", fontsize=7, fontweight=bold)
-    budget = plan.budget / size
-    axes.axvline(budget, color="black", linestyle="--", linewidth=1, label="budget")
-    axes.set_yticks(places, [r.name for r in plan.recipes], fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.12 * max([budget, *ends]))
-    axes.set_xlabel(f"{name} at the peak; pale: does not fit in {budget:g} {name}")
-    axes.set_title(plan.title, fontsize=10)
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_axisbelow(True)

@@ -1,6 +1,5 @@
 """`optimi_func.memory.plan`: the order of recipes, `apply`, the table and refusals."""
 
-import sys
 from functools import partial
 from typing import Any
 
@@ -69,15 +68,13 @@ def test_the_best_is_the_most_faithful_that_fits() -> None:
         assert best.name == found.recipes[fitting[0]].name and best.fits
 
 
-def test_a_budget_that_is_too_small_is_named_with_one_that_is_not(tmp_path: Any) -> None:
+def test_a_budget_that_is_too_small_is_named_with_one_that_is_not() -> None:
     found = plan(Net(), AdamW, "1kB")
     least = min(recipe.peak for recipe in found.recipes)
     with pytest.raises(ValueError, match=f"budget=1000: .* Allowed are {least} bytes"):
         print(found.best)
     assert found.within(least).best.peak == least
-    # The table and the picture are still there.
     assert "best: none fits" in str(found)
-    found.plot(tmp_path / "plan.svg")
 
 
 def test_apply_makes_what_was_planned() -> None:
@@ -145,7 +142,7 @@ def test_hooks_are_no_best_recipe_while_a_storage_fits() -> None:
     assert by_name(found)["float32, release"].fits and not by_name(found)["float32"].fits
 
 
-def test_str_and_plot(tmp_path: Any) -> None:
+def test_the_table() -> None:
     found = plan(Net(), AdamW, "8MB", squared, MANY)
     lines = str(found).splitlines()
     assert lines[0].startswith("Net, 0.40 million parameters, AdamW on cpu; budget 8.00 MB")
@@ -156,18 +153,8 @@ def test_str_and_plot(tmp_path: Any) -> None:
     for recipe, line in zip(found.recipes, lines[2:]):
         assert line.startswith(recipe.name)
         assert line.endswith(f"{'yes' if recipe.fits else 'no'}  {recipe.slower}")
-        assert f" {recipe.peak / 1e6:.2f} " in line
+        assert f" ~{recipe.peak / 1e6:.2f} " in line
     assert lines[18] == f"best: {found.best.name}"
-    path = tmp_path / "plan.png"
-    found.plot(path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_plot_without_matplotlib(monkeypatch: Any, tmp_path: Any) -> None:
-    found = plan(nn.Linear(4, 4), AdamW, "8MB")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
-        found.plot(tmp_path / "plan.png")
 
 
 SIZES = {"24GB": 24 * 10**9, " 1.5 mb ": 1_500_000, "16GiB": 2**34, 4e9: 4 * 10**9}

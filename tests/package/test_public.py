@@ -606,9 +606,6 @@ def test_the_package_depends_on_torch_alone() -> None:
             if isinstance(node, ast.ImportFrom):
                 names = [node.module]
             found = {name.split(".")[0] for name in names}
-            # Imported where a picture is asked for, and not before.
-            if path == PACKAGE / "memory/recipes.py" and getattr(node, "col_offset", 0):
-                found -= {"matplotlib"}
             assert found <= allowed
 
 

@@ -25,27 +25,34 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Residual blocks, perhaps checkpointed."""
 
-    def __init__(self, checkpointed: bool = False, dropout: float = 0.0) -> None:
+    def __init__(
+        self, checkpointed: bool = False, dropout: float = 0.0, reentrant: bool = False
+    ) -> None:
         super().__init__()
+        self.reentrant = reentrant
         self.blocks = nn.ModuleList([Block(dropout) for _ in range(3)])
         self.checkpointed = checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+            if self.checkpointed:
+                x = checkpoint(block, x, use_reentrant=self.reentrant)
+            else:
+                x = block(x)
         return x
 
 
 class GPT(nn.Module):
-    """Attention, and a head that is tied to the embedding."""
+    """Attention, and a head that may be tied to the embedding."""
 
-    def __init__(self) -> None:
+    def __init__(self, tied: bool = True) -> None:
         super().__init__()
         self.tokens = nn.Embedding(1000, WIDTH)
         self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
         self.out = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, 1000, bias=False)
-        self.head.weight = self.tokens.weight
+        if tied:
+            self.head.weight = self.tokens.weight
         self.dropout = 0.0
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -53,6 +60,21 @@ class GPT(nn.Module):
         qkv = self.qkv(self.norm(x)).view(*tokens.shape, 3, 4, -1).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(*qkv, dropout_p=self.dropout, is_causal=True)
         return self.head(x + self.out(y.transpose(1, 2).flatten(2)))
+
+
+class CNN(nn.Module):
+    """Convolutions with batch normalization, and a layer on their means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for i, o in ((3, 32), (32, 64), (64, 128)):
+            layers += [nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.ReLU()]
+            layers.append(nn.MaxPool2d(2))
+        self.features, self.out = nn.Sequential(*layers), nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.features(x).mean((2, 3)))
 
 
 def squared(model: nn.Module, x: Tensor) -> Tensor:
@@ -73,5 +95,7 @@ def by_name(found: Any) -> dict[str, Any]:
 
 
 MANY = torch.randn(256, WIDTH)
+NEEDED = torch.randn(256, WIDTH, requires_grad=True)  # as reentrant checkpoints ask
+IMAGES = torch.randn(8, 3, 32, 32)
 FEW = MANY[:8]
 TOKENS = torch.arange(256).view(4, 64)

@@ -33,7 +33,8 @@ class Evaluated(BaseOptimizer):
         """Set the parameters to those for evaluating, and publishing, the model.
 
         `train()` restores the former ones bit for bit. Until then no step can be taken. A
-        second call changes nothing.
+        second call changes nothing. A parameter that is taken out of the groups in eval
+        mode is restored with the others.
 
         A checkpoint may be made in either mode. In eval mode, the model's state_dict holds
         the parameters for evaluation, and the optimizer's holds the mode and the parameters
@@ -85,7 +86,9 @@ class Evaluated(BaseOptimizer):
                     raise RuntimeError(
                         f"train(): state{self.path_of(group, p)} has no {TRAIN_PARAM!r}, "
                         "which eval() put there, so the parameter to train is lost. Load "
-                        "the whole state, or save it in train mode"
+                        "the whole state, or save it in train mode. If the parameter was "
+                        "put into the group after eval(), nothing is lost: take it out, "
+                        "call train(), and put it back"
                     )
         if names := [path for group in groups for path in self._keep_written(group)]:
             warn_user(
@@ -93,8 +96,9 @@ class Evaluated(BaseOptimizer):
                 "written is kept, and the average of these elements begins there. To go on "
                 "from a checkpoint, load the optimizer's state too"
             )
+        # All that eval mode has set, because a parameter may have left its group since.
+        self._restore([p for p, x in self.state.items() if _is_set(x)])
         for group in groups:
-            self._restore([p for p in group["params"] if "step" in self.state.get(p, {})])
             group["train_mode"] = True
         self._versions.clear()  # else parameters that are replaced stay alive
 
@@ -201,6 +205,11 @@ class Evaluated(BaseOptimizer):
                         x = to(x, torch.promote_types(p.dtype, torch.float32))
                         weights[names[p]] = from_local(x, p)
         return weights
+
+
+def _is_set(entry: object) -> bool:
+    """Return True for the entry of a parameter that eval mode has set."""
+    return isinstance(entry, dict) and isinstance(entry.get(TRAIN_PARAM), Tensor)
 
 
 def write_local(p: Tensor, x: Tensor) -> None:

@@ -245,6 +245,43 @@ def test_a_state_without_the_parameters_to_go_on_from_is_told() -> None:
     assert same(before, bits(model))
 
 
+@pytest.mark.parametrize("back", ["before train", "after train", "never"])
+def test_one_that_leaves_its_group_in_eval_mode_is_restored_by_train(back: str) -> None:
+    model, optimizer = begun()
+    twin, other = begun()
+    for each in (optimizer, other):
+        each.eval()
+    params = optimizer.param_groups[0]["params"]
+    first = params.pop(0)
+    if back == "before train":
+        params.insert(0, first)
+    optimizer.train()
+    other.train()
+    assert same(bits(twin), bits(model))
+    assert "train_param" not in optimizer.state[first]
+    if back == "never":
+        return
+    if back == "after train":
+        params.insert(0, first)
+    train(model, optimizer, 3, start=5)
+    train(twin, other, 3, start=5)
+    assert same(bits(twin), bits(model))
+
+
+def test_one_that_eval_has_not_set_joins_a_group_after_train() -> None:
+    model, optimizer = begun()
+    params = optimizer.param_groups[0]["params"]
+    first = params.pop(0)
+    trained = bits(model)
+    optimizer.eval()
+    params.insert(0, first)
+    with pytest.raises(RuntimeError, match="take it out, call train"):
+        optimizer.train()
+    params.pop(0)
+    optimizer.train()
+    assert same(trained, bits(model))
+
+
 @pytest.mark.parametrize(
     ("before", "kind", "text"),
     [

@@ -252,6 +252,8 @@ def as_scalar(x: Any, params: Sequence[Tensor], capturable: bool) -> Any:
         return tuple([as_scalar(y, params, capturable) for y in x])
     if not isinstance(x, Tensor):
         return checks.plain(x)
+    if x.numel() != 1:  # of an option that takes no tensor: the value refuses it
+        return x
     near = x.is_cuda and bool(params) and all([p.device == x.device for p in params])
     return x.reshape(()).double() if capturable or near else x.item()
 

@@ -138,15 +138,16 @@ def find_entries(
         raise ValueError(f"match={match!r}: allowed are 'names' and 'order'")
     fits = isinstance(state_dict.get("state"), dict)
     fits = fits and isinstance(state_dict.get("param_groups"), list | tuple)
-    if not fits or not all("params" in group for group in state_dict["param_groups"]):
+    read: Any = state_dict["param_groups"] if fits else ()
+    if not fits or not all(isinstance(x, dict) and "params" in x for x in read):
         raise ValueError(
             f"state_dict holds {sorted(map(str, state_dict))}: an optimizer's holds "
             "'state' and 'param_groups', each of which lists its 'params'"
         )
+    _check_lists(read)
     state_dict = under_our_names(with_names(state_dict, groups), counterparts)
     saved, state = state_dict["param_groups"], state_dict["state"]
-    known = {i for group in saved for i in group["params"]}
-    others = {k: v for k, v in state.items() if k not in known}
+    others = _others(state, {i for group in saved for i in group["params"]})
     named = all("param_names" in group for group in [*saved, *groups])
     # Equal names are found by order, because a name may be there twice.
     if named and match == "names":
@@ -170,6 +171,34 @@ def find_entries(
             options[-1]["param_names"] = list(theirs["param_names"])
     entries = [[state.get(i) for i in theirs["params"]] for theirs in saved]
     return Match(options, entries, others, LoadReport([], []))
+
+
+def _check_lists(saved: list[Group]) -> None:
+    """Raise unless each saved group lists its parameters, and its names if it has any."""
+    for i, group in enumerate(saved):
+        for key, kinds in ("params", int | str), ("param_names", str):
+            x = group.get(key, [])
+            if isinstance(x, list | tuple) and all(isinstance(y, kinds) for y in x):
+                continue
+            what = "numbers" if key == "params" else "strings"
+            raise TypeError(
+                f"the state's param_groups[{i}][{key!r}] is {x!r:.80}: allowed is a list "
+                f"of {what}, as state_dict() writes it"
+            )
+
+
+def _others(state: Mapping[Any, Any], known: set[object]) -> dict[object, object]:
+    """Return state that belongs to no parameter; `known` are the keys of parameters.
+
+    torch would take an entry of another number for that of the parameter at this place.
+    """
+    others = {k: v for k, v in state.items() if k not in known}
+    if lost := [k for k in others if str(k).isdigit()]:
+        warn_user(
+            f"{len(lost)} entries of the state are not loaded, because no group lists them "
+            f"in its 'params': {lost[:3]}. Allowed are the numbers in 'params'"
+        )
+    return {k: v for k, v in others.items() if k not in lost}
 
 
 def _by_name(
@@ -303,7 +332,7 @@ def under_our_names(state_dict: StateDict, counterparts: Counterparts) -> StateD
         left_out = {k for k in empty if k in POLICY or (theirs and k not in theirs)}
         group = {k: x for k, x in group.items() if k not in left_out}
         group = renamed(group, counterparts.torch_names)
-        if DECAY in group or "decouple_lr" in group:
+        if DECAY in group or ("decouple_lr" in group and "decouple_wd" not in empty):
             # Ours and optimi's groups without either name always decouple decay.
             group.setdefault("decouple_wd", group.pop(DECAY, True))
         for i in group["params"]:

@@ -146,6 +146,67 @@ def test_an_option_that_is_an_empty_dict_is_refused(key: str) -> None:
         optimizer.load_state_dict(bad)
 
 
+TENSORS = [torch.tensor(i) for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("key", "odd"),
+    [
+        ("params", None),
+        ("params", "abcd"),
+        ("params", TENSORS),
+        ("params", torch.arange(4)),
+        ("param_names", None),
+        ("param_names", "abcd"),
+        ("param_names", [0, 1, 2, 3]),
+        ("param_names", b"abcd"),
+    ],
+)
+def test_lists_of_a_state_are_lists_of_numbers_and_names(key: str, odd: Any) -> None:
+    model, optimizer = made("adamw")
+    bad, before = copy.deepcopy(optimizer.state_dict()), everything(model, optimizer)
+    bad["param_groups"][0][key] = odd
+    with pytest.raises(TypeError, match=rf"param_groups\[0\]\['{key}'\] is .*: allowed is"):
+        optimizer.load_state_dict(bad)
+    assert_same(before, everything(model, optimizer))
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("key", [1, "0", 9])
+def test_an_entry_that_no_group_lists_is_no_other_parameters(key: Any, named: bool) -> None:
+    """torch gives the entry 1 to the second parameter, also if the file lists [0, 2]."""
+    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    saved: dict[str, Any] = AdamW(params, **EAGER).state_dict()
+    saved["param_groups"][0]["params"] = [0, 2] if key == 1 else [6, 7]
+    wrong = {"step": torch.tensor(3.0), "exp_avg": torch.ones(3), "exp_avg_sq": None}
+    saved["state"] = {key: wrong, "mine": {"x": 1}}
+    given: Any = [("a", params[0]), ("b", params[1])] if named else params
+    if named:
+        saved["param_groups"][0]["param_names"] = ["a", "b"]
+    optimizer = AdamW(given, **EAGER)
+    with pytest.warns(UserWarning, match=rf"1 entries of the state are .*\[{key!r}\]"):
+        optimizer.load_state_dict(saved)
+    assert dict(optimizer.state) == {"mine": {"x": 1}}
+
+
+def test_decay_of_a_group_that_leaves_it_open_is_the_optimizers() -> None:
+    for name, decouple_wd in (("sgd", False), ("sgd", True), ("rmsprop", False)):
+        _, optimizer = made(name, decouple_wd=decouple_wd)
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["param_groups"][0]["decouple_wd"] = {}
+        optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0]["decouple_wd"] is decouple_wd
+
+
+@pytest.mark.parametrize("option", ["ns_steps", "split", "adjust_lr_fn", "ns_dtype"])
+def test_a_tensor_for_an_option_that_takes_none_is_named(option: str) -> None:
+    _, optimizer = made("muon")
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0][option] = torch.ones(2)
+    with pytest.raises(TypeError, match=rf"{option}=a tensor of shape \(2,\)"):
+        optimizer.load_state_dict(saved)
+
+
 @pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
 def test_an_interrupt_within_a_load_changes_nothing(kind: Any) -> None:
     """From somebody's hook, and from a state that ends what all groups have in common."""

@@ -4,7 +4,8 @@ import inspect
 import sys
 import warnings
 from abc import ABCMeta
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, InitVar, dataclass, field, make_dataclass, replace
 from functools import partial, wraps
 from itertools import chain
@@ -38,7 +39,7 @@ from optimi_func.core.rule import DecayKind, PyTree, Rates, Rule, Scalar, Storag
 from optimi_func.core.storage import storage_of
 from optimi_func.core.torch_private import constant_in_graphs
 from optimi_func.execution.trees import step, step_
-from optimi_func.pure.casts import derived, resolve_tree
+from optimi_func.pure.casts import PLAIN, derived, resolve_tree
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import (
     FlatTree,
@@ -120,7 +121,8 @@ class OwnRule(FunctionalOptimizer):
         """The choices."""
         names = self.owner._choices
         instance = self.owner.bare(self._values) if names else None
-        found = {name: getattr(instance, name) for name in names}
+        with self._naming_schedules("a choice"):
+            found = {name: getattr(instance, name) for name in names}
         # Of a tensor: methods are traced for the value that it has at this step.
         return {k: _read(x) for k, x in found.items()}
 
@@ -154,7 +156,24 @@ class OwnRule(FunctionalOptimizer):
             if option.name not in RATES:  # checked before, and may be a prefix of the tree
                 option.check(getattr(self, option.name), bound or not option.plain)
         if not bound:
-            self.owner.with_values(self).check()
+            with self._naming_schedules("check"):
+                self.owner.with_values(self).check()
+
+    @contextmanager
+    def _naming_schedules(self, what: str) -> Generator[None]:
+        """Say which schedule a method has read that an error of Python comes from."""
+        try:
+            yield
+        except TypeError as error:
+            read = self.__dict__.get("_read", ())
+            found = [k for k in sorted(read) if callable(getattr(self, k))]
+            if not found:
+                raise
+            raise TypeError(
+                f"{type(self).__name__}: {what} reads {found[0]}, which is a schedule "
+                f"({error}): allowed are numbers, as a class's param groups have them at "
+                "each step, or to read it in `coeffs` or `direction`"
+            ) from error
 
     def _check_decay(self) -> None:
         """Raise for options of decay, and cautious=True, that the move would not follow."""
@@ -179,11 +198,16 @@ class OwnRule(FunctionalOptimizer):
         """The rule, with the class's `init` of these hyperparameters."""
         if not hasattr(self.owner, "init"):
             return self.rule
-        numbers = resolve_tree("a number", self.numbers, _double(0.0))
+        numbers, plain = self.numbers, self.has_numbers
+        if not self.owner._name:  # an own init may read rates that no other method reads
+            rates: dict[str, Any] = {name: getattr(self, name) for name in RATES}
+            numbers = rates | numbers
+            plain = plain and PLAIN.issuperset(map(type, rates.values()))
+        numbers = resolve_tree("a number", numbers, _double(0.0))
         init: Any = self.rule.init
         rule = replace(self.rule, init=partial(init, numbers=numbers))
         # Each pure step checks its state by it. Tensors may belong to a transformation.
-        if not torch.compiler.is_compiling() and self.has_numbers:
+        if not torch.compiler.is_compiling() and plain:
             self.__dict__["starting_rule"] = rule
         return rule
 
@@ -195,7 +219,7 @@ class OwnRule(FunctionalOptimizer):
         if "lr" in self.__dict__.get("_read", ()):
             return replace(self, lr=lr)
         changed = super().with_lr(lr)
-        if "lr" in self.numbers:  # init may read it
+        if "lr" in self.numbers or not self.owner._name:  # init may read it
             changed.__dict__.pop("starting_rule", None)
         return changed
 

@@ -215,3 +215,72 @@ def test_compiled_steps_of_such_trees() -> None:
     for take in (compiled.step, compiled.step_):
         _, new = take(value, params, grads, state)
         assert torch.equal(new.leaves["w"].rule_state.q, torch.ones(1, 4))
+
+
+class Started(Optimizer):
+    """Only the init reads lr."""
+
+    class State(NamedTuple):
+        first: Tensor
+
+    def init(self, p: Tensor) -> State:
+        return self.State(torch.zeros_like(p) + self.lr + self.weight_decay)
+
+    def direction(self, g: Tensor, s: State) -> tuple[Tensor, State]:
+        return s.first + 0.0 * g, s
+
+
+def test_an_init_reads_the_rates_of_now() -> None:
+    w = weight()
+    optimizer = Started([w], lr=1.0, compile=False)
+    assert step(w, optimizer) == 1.0
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert step(w, optimizer) == 0.5  # its state is that of before
+    later = weight()
+    optimizer.add_param_group({"params": [later]})
+    for lr in (0.25, 0.125):
+        optimizer.param_groups[1]["lr"] = lr
+        optimizer.reset(later)
+        assert step(later, optimizer) == lr * lr
+    other = weight()
+    assert step(other, Started([other], lr=0.5, compile=False)) == 0.25
+
+
+LRS: dict[str, Any] = {
+    "number": 0.5,
+    "tensor": torch.tensor(0.5),
+    "schedule": lambda t: 0.5 / (1 + t),
+}
+
+
+@pytest.mark.parametrize("kind", LRS)
+def test_an_init_reads_the_rates_of_a_value(kind: str) -> None:
+    lr = LRS[kind]
+    value, other = Started.pure(lr=lr), Started.pure(lr=0.25).with_lr(0.75)
+    params = {"w": torch.zeros(2)}
+    assert value.init(params).leaves["w"].first.tolist() == [0.5, 0.5]
+    assert other.init(params).leaves["w"].first.tolist() == [0.75, 0.75]
+    assert other.with_lr(2.0).init(params).leaves["w"].first.tolist() == [2.0, 2.0]
+
+
+def test_a_schedule_that_check_or_a_choice_reads_is_named() -> None:
+    class Chooses(Optimizer):
+        @choice
+        def small(self) -> bool:
+            return self.lr < 0.1
+
+        def direction(self, g: Tensor) -> Tensor:
+            return 2 * g if self.small else g
+
+    class Checks(Optimizer):
+        def check(self) -> None:
+            if self.lr > 1:
+                raise ValueError("lr must be at most 1")
+
+        def direction(self, g: Tensor) -> Tensor:
+            return g
+
+    for cls, what in ((Chooses, "a choice"), (Checks, "check")):
+        with pytest.raises(TypeError, match=f"{what} reads lr, which is a schedule"):
+            cls.pure(lr=lambda t: 0.5)
+        assert cls.pure(lr=0.5).lr == 0.5

@@ -260,8 +260,9 @@ class BaseOptimizer(Fields, Checkpoints):
             take_torchs_decay(param_group, *self._factory_of(param_group))
             self._add_names(param_group)
         unwrapped(super().add_param_group)(param_group)
+        group = self.param_groups[count]
+        names = self._names.pairs_of(group["params"])
         try:
-            group = self.param_groups[count]
             self._names.remember([group])
             keywords = self._factory_of(group)[1]
             group.update(plain_numbers({name: group[name] for name in keywords}))
@@ -282,6 +283,7 @@ class BaseOptimizer(Fields, Checkpoints):
                 self._warn_of_mistakes(count)
         except Exception:
             del self.param_groups[count:]
+            self._names.restore(names)
             raise
 
     def _add_names(self, group: Group) -> None:
@@ -1044,8 +1046,9 @@ class BaseOptimizer(Fields, Checkpoints):
                 raise ValueError(
                     f"a group's {names[0]}={value!r} is computed by each step, which would "
                     f"go on from {kept}: allowed is to read it. reset() begins anew, also "
-                    "after state.clear(). A parameter of another group brings that group's "
-                    "into one that has not stepped: optimizer.state.pop(p) drops it"
+                    "after state.clear(). If all parameters with state came from another "
+                    f"group, set the group's {names[0]} to {kept}, or drop their state by "
+                    "optimizer.state.pop(p)"
                 )
         return values
 

@@ -44,8 +44,11 @@ class Evaluated(BaseOptimizer):
         Raises:
             RuntimeError: A step has taken only a part of its gradients: within an
                 accumulation cycle of gradient release, or with `optimizer_accumulation`.
+                Or inside of `EMA.applied()`, where the parameters are averages.
         """
         groups = [group for group in self.evaluated() if group["train_mode"]]
+        if groups:
+            super().check_train_mode("eval()")
         self._versions.clear()
         if groups and self.in_cycle():
             raise RuntimeError(

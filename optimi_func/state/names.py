@@ -58,6 +58,17 @@ class Names:
                 self._pairs[id(p)] = p, name
                 self._every.add(name)
 
+    def pairs_of(self, params: list[Tensor]) -> dict[int, tuple[Tensor, str] | None]:
+        """Return what is remembered of parameters, for `restore`."""
+        return {id(p): self._pairs.get(id(p)) for p in params}
+
+    def restore(self, pairs: dict[int, tuple[Tensor, str] | None]) -> None:
+        """Remember of parameters what `pairs_of` has returned."""
+        for i, pair in pairs.items():
+            self._pairs.pop(i, None)
+            if pair is not None:
+                self._pairs[i] = pair
+
     def get(self, p: Tensor) -> str | None:
         """Return the name of a parameter, or None."""
         pair = self._pairs.get(id(p))

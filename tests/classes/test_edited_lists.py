@@ -307,6 +307,18 @@ def test_an_appended_parameter_is_not_taken_for_one_that_was_dropped_before_it()
         optimizer.state_dict()
 
 
+def test_a_group_that_is_refused_gives_no_names() -> None:
+    optimizer, ps = named({}, {})
+    new, dropped = parameter(9, 5), ps[3]
+    optimizer.param_groups[1]["params"] = [ps[2]]
+    for name, p, before in (("wrong", new, None), ("wrong", dropped, "layer3")):
+        with pytest.raises(ValueError, match="lr=-1"):
+            optimizer.add_param_group({"params": [(name, p)], "lr": -1.0})
+        assert optimizer.name_of(p) == before
+    optimizer.add_param_group({"params": [("new", new), ("layer3", dropped)]})
+    assert names_in(optimizer)[2] == ["new", "layer3"]
+
+
 def test_the_name_of_a_frozen_layer_is_given_away_with_a_warning() -> None:
     optimizer, ps = named({}, {})
     ps[1].requires_grad_(False)

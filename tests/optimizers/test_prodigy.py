@@ -291,6 +291,24 @@ def test_d_cannot_be_set() -> None:
     optimizer.step()
 
 
+def test_groups_whose_lists_are_swapped_go_on_with_the_d_that_the_error_names() -> None:
+    ps = [torch.full((3,), x, requires_grad=True) for x in (1.0, 2.0)]
+    optimizer = Prodigy([{"params": [p]} for p in ps], **EAGER)
+    for _ in range(3):
+        for i, p in enumerate(ps):
+            p.grad = torch.full((3,), 1.0 + i)
+        optimizer.step()
+    one, two = optimizer.param_groups
+    one["params"], two["params"] = two["params"], one["params"]
+    before, d = [p.detach().clone() for p in ps], two["d"]
+    with pytest.raises(ValueError, match=rf"set the group's d to {d}, or drop"):
+        optimizer.step()
+    assert all(map(torch.equal, ps, before))
+    one["d"], two["d"] = two["d"], one["d"]
+    optimizer.step()
+    assert [optimizer.state[p]["step"] for p in ps] == [4, 4]
+
+
 @pytest.mark.parametrize("capturable", [False, True])
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_number_for_d_raises_before_the_first_step_and_if_capturable(

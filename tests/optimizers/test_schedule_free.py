@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import optimi_func
 from optimi_func import (
+    EMA,
     AdamW,
     Mixed,
     MuonAdamW,
@@ -148,6 +149,21 @@ def test_a_release_takes_no_backward_in_eval_mode() -> None:
         prepare_for_gradient_release(twin, other, **options)
         train(twin, other, 6)
         assert same(bits(model), bits(twin))
+
+
+def test_no_switch_where_the_parameters_are_averages() -> None:
+    model, optimizer = begun()
+    average = EMA(optimizer, 0.5)
+    train(model, optimizer, 1, start=5)
+    average.update()
+    train(model, optimizer, 1, start=6)
+    before = bits(model)
+    with average.applied():
+        optimizer.train()  # changes nothing, because the mode is train
+        with pytest.raises(RuntimeError, match=r"eval\(\) inside of EMA.applied\(\)"):
+            optimizer.eval()
+    assert same(before, bits(model))
+    assert all("train_param" not in entry for entry in optimizer.state.values())
 
 
 def test_no_switch_inside_an_accumulation_cycle() -> None:

@@ -234,6 +234,20 @@ def test_a_later_parameter_begins_with_the_groups_d() -> None:
     assert optimizer.param_groups[2]["d"] == 1e-6
 
 
+def test_a_parameter_that_begins_in_an_unfinished_step_has_the_groups_d() -> None:
+    """A state that is saved after a backward that failed is that of one group."""
+    p, q = (torch.ones(n, requires_grad=True) for n in (3, 4))
+    optimizer = Prodigy([p, q], **EAGER)
+    for _ in range(12):
+        q.grad = q.detach() - 3.0
+        optimizer.step()
+    batch = [optimi_func.core.rule.WHOLE_BATCH]
+    optimizer.update([p], [torch.ones(3)], batch, write=True, count=True)
+    for name in ("d", "d_numerator"):
+        assert optimizer.state[p][name] == optimizer.state[q][name]
+    assert optimizer.state[p]["d"] == optimizer.param_groups[0]["d"] > 1e-3
+
+
 def test_a_step_without_gradients_is_none() -> None:
     _, targets = problem()
     ps, optimizer = made()

@@ -704,3 +704,31 @@ def test_a_float32_run_goes_on_in_bfloat16(storage: Any) -> None:
         old.step()
         new.step()
         assert all(map(torch.equal, new.master_state_dict(net).values(), wide.parameters()))
+
+
+def test_momentum_that_is_turned_on_later_begins_with_a_first_step() -> None:
+    """Its buffer is the gradient then, without dampening."""
+    w = torch.ones(3, requires_grad=True)
+    optimizer = SGD([w], lr=0.1, momentum=0.0, weight_decay=0.0, compile=False)
+    for _ in range(3):
+        w.grad = torch.ones(3)
+        optimizer.step()
+    optimizer.param_groups[0].update(momentum=0.9, dampening=0.5)
+    w.grad = torch.full((3,), 2.0)
+    optimizer.step()
+    assert optimizer.state[w]["step"] == 1
+    assert torch.equal(optimizer.state[w]["momentum_buffer"], w.grad)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_wider_compensation_is_converted_unless_dtypes_are_kept(keep: bool) -> None:
+    w = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = AdamW([w], lr=0.1, storage=Storage("kahan"), compile=False)
+    w.grad = torch.ones_like(w)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    entry = saved["state"][0]
+    entry["kahan_comp"] = entry["kahan_comp"].float()
+    optimizer.load_state_dict(saved, keep_dtypes=keep)
+    dtype = torch.float32 if keep else torch.bfloat16
+    assert optimizer.state[w]["kahan_comp"].dtype == dtype

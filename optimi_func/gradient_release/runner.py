@@ -229,7 +229,8 @@ class Runner:
             raise RuntimeError(
                 f"{self.names[p]} got a second gradient in one backward, after the first "
                 "had updated it, by reentrant checkpointing of a shared parameter. Use "
-                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False). Backwards "
+                "in several threads mix in this way too: run one at a time"
             )
         backward.fired.add(p)
         return backward

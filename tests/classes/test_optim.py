@@ -519,6 +519,28 @@ def test_modules_of_torch_optim_are_found() -> None:
     assert space["rmsprop"].RMSprop is optim.RMSprop
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_nadam_differs_from_torch_by_its_float32_mu_product(wide: bool) -> None:
+    """torch keeps it in the default dtype: with float64 both are the same algorithm."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if wide else torch.float32)
+    try:
+        moved: list[Tensor] = []
+        for kind in (torch.optim.NAdam, optim.NAdam):
+            w = torch.tensor([1.0, -2.0], dtype=torch.float64, requires_grad=True)
+            optimizer: Any = kind(
+                [w], lr=0.1, foreach=False, **(EAGER if kind is optim.NAdam else {})
+            )
+            for t in range(3):
+                w.grad = 2 * w.detach() + t
+                optimizer.step()
+            moved.append(w.detach())
+    finally:
+        torch.set_default_dtype(before)
+    error = (moved[0] - moved[1]).abs().max().item()
+    assert error < 1e-15 if wide else 1e-10 < error < 1e-8
+
+
 def test_copies_and_pickles() -> None:
     w = torch.ones(2, requires_grad=True)
     optimizer = optim.NAdam([w], **EAGER)

@@ -206,15 +206,13 @@ class EMA:
         for p in [*present, *new]:
             check_source(f"EMA's average of {names[p]}", averages[names[p]], p)
         how: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
-        saved_counts = {k: state_dict[k] for k in ("updates", "weight")}
-        counts = {
-            k: x.detach() if isinstance(x, Tensor) else torch.as_tensor(x, **how)
-            for k, x in saved_counts.items()
-        }
-        if odd := [k for k, x in counts.items() if x.numel() != 1 or x.is_complex()]:
-            raise ValueError(
-                f"EMA's {odd[0]} is {state_dict[odd[0]]!r:.80}: allowed is a number"
-            )
+        counts: dict[str, Tensor] = {}
+        for name in ("updates", "weight"):
+            x = state_dict[name]
+            x = torch.tensor(x, **how) if isinstance(x, int | float) else x
+            if not isinstance(x, Tensor) or x.numel() != 1 or x.is_complex():
+                raise ValueError(f"EMA's {name} is {x!r:.80}: allowed is a number")
+            counts[name] = x.detach()
         self._averages = present | {p: master(p, None) for p in new}
         for p, x in self._averages.items():
             x.copy_(distribute_like(x, averages[names[p]]))

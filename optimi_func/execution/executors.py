@@ -119,11 +119,6 @@ def _plan_auto(rule: Rule, updates: list[Update], write: bool) -> list[Launch]:
                     f"{error}: the optimizer step for {device} runs eagerly, several "
                     "times slower. Switch it on, or choose compile=False or foreach=True."
                 )
-        except NoListKernelError as error:
-            warn_once(
-                f"the optimizer step for {device} runs eagerly, several times slower, "
-                f"because {error}"
-            )
         except Exception as error:
             _uncompilable.add(device)
             # torch's first line may only say that there is a second.
@@ -159,7 +154,11 @@ def _plan_kernels(rule: Rule, updates: list[Update], write: bool) -> list[Launch
         parts = chunks(direct, DRAWN, _numel) if first.draws else [direct]
         return launches + [RehearsedLaunch(rule, x, write) for x in parts if x]
     make = partial(_kernel, rule, first, write, around, bool(rounds))
-    run, *means = [make(None), *map(make, range(len(rounds)))]
+    try:
+        run, *means = [make(None), *map(make, range(len(rounds)))]
+    except NoListKernelError as error:
+        warn_once(f"the optimizer step for CPU runs eagerly, several times slower: {error}")
+        return plan_eager(rule, updates, write)
     # It would upload its table within the capture, from memory that is freed.
     if isinstance(run, TritonListKernel) and is_capturing(device):
         run = run.single

@@ -371,10 +371,6 @@ class ShapedLaunch(Launch):
         self._kernel.run(table, *self._prepared)
 
 
-# Errors about which the planner of the other passes says something.
-_NO_KERNEL = CaptureError, DispatchModeError, NoListKernelError, SwitchedOffError
-
-
 def plan_shaped(
     rule: Rule, updates: list[Update], lenient: bool
 ) -> tuple[list[Launch], list[Update], Exception | None]:
@@ -396,12 +392,16 @@ def plan_shaped(
         try:
             run = kernel(key, batch[0].scalars.scalars)
         except Exception as error:
+            # About these errors the planner of the other passes says something.
+            if isinstance(error, NoListKernelError) or (
+                lenient
+                and isinstance(error, CaptureError | DispatchModeError | SwitchedOffError)
+            ):
+                return [], updates, None
             if not lenient:
                 raise
-            if not isinstance(error, _NO_KERNEL):
-                _unshaped.add(rule.whole.digest)
-                return [], updates, error
-            return [], updates, None  # whose planner says why
+            _unshaped.add(rule.whole.digest)
+            return [], updates, error
         if not isinstance(run, ShapedKernel):
             continue
         first = 3 + len(rule.fields)  # after the scalars, the parameter and the gradient

@@ -98,9 +98,9 @@ def test_compiled_steps_of_another_tree_try_again(disk: Disk, compiles: list[boo
         ps = [torch.ones(n) for n in sizes]
         compiled.step_(optimizer, ps, ps, optimizer.init(ps))
 
-    for _ in range(2):  # as where there is no compiler
-        with pytest.raises(RuntimeError, match=r"C\+\+ functions .*No space left"):
-            take(9001)
+    with pytest.warns(UserWarning, match=TEXT):
+        take(9001)
+    take(9001)
     assert disk.tried <= 2
     disk.full = False
     take(9001, 9002, 9003)
@@ -135,14 +135,14 @@ def test_codecs_with_other_results_are_told(monkeypatch: Any) -> None:
         assert not codecs.are_exact()  # it is said once
 
 
-def test_a_compiled_step_that_was_asked_for_raises(
+def test_a_step_that_was_asked_to_compile_warns_too(
     disk: Disk, compiles: list[bool]
 ) -> None:
     optimizer = new(compile=True)
-    p = optimizer.param_groups[0]["params"][0]
-    with pytest.raises(RuntimeError, match=r"C\+\+ functions .*No space left"):
+    with pytest.warns(UserWarning, match=TEXT):
         step(optimizer)
-    assert bool((p == 1).all()) and not optimizer.state
+    p = optimizer.param_groups[0]["params"][0]
+    assert compiles == [False] and bool((p != 1).all())
 
 
 def trained(

@@ -259,6 +259,8 @@ class BaseOptimizer(Fields, Checkpoints):
         if isinstance(param_group, dict):  # else torch raises
             take_torchs_decay(param_group, *self._factory_of(param_group))
             self._add_names(param_group)
+        if self._constructed:  # the new names may be those of parameters that left
+            self._names.note(self.param_groups)
         unwrapped(super().add_param_group)(param_group)
         group = self.param_groups[count]
         names = self._names.pairs_of(group["params"])
@@ -282,6 +284,7 @@ class BaseOptimizer(Fields, Checkpoints):
             if self._constructed:
                 self._warn_of_mistakes(count)
         except Exception:
+            self._names.forget(self.param_groups[count:])
             del self.param_groups[count:]
             self._names.restore(names)
             raise

@@ -4,6 +4,8 @@ Programs edit `group["params"]`: they drop parameters that they freeze, move the
 groups and replace them. torch keeps names in a list beside it, which does not follow.
 """
 
+from collections.abc import Iterable
+from itertools import zip_longest
 from weakref import ref
 
 from torch import Tensor
@@ -34,35 +36,45 @@ class Names:
     """The names of parameters, each remembered with the parameter that it was given to.
 
     A parameter that is taken out of the groups keeps its name for as long as the program
-    keeps the parameter. A new one takes the name that stands beside it in "param_names" if
-    the program has written that name, or has put the parameter in the place of another and
-    left the rest of the list as it was.
+    keeps the parameter. A new one takes the name that the program writes beside it in
+    "param_names". Without one it takes the name of the parameter in whose place it is, but
+    only if the others of the list have kept their places, and if no other parameter of its
+    shape may have been in this place before it. Else it has no name until one is written.
     """
 
     def __init__(self) -> None:
         # With the parameter, because another may get its id when it is gone. Weak
         # references would be refused by torch.utils.swap_tensors, and so by module.to().
-        self._pairs: dict[int, tuple[Tensor, str]] = {}
+        self._pairs: dict[int, tuple[Tensor, str | None]] = {}
         self._every: set[str] = set()  # all names that were ever given
+        # What the groups were when they were noted, by their ids: the ids of parameters,
+        # "param_names", and a copy of it, because programs write to it or replace it.
+        self._lists: dict[int, tuple[list[int], object, list[str]]] = {}
 
     def copy(self) -> "Names":
         """Return the same names in an object of its own."""
         other = Names()
         other._pairs, other._every = dict(self._pairs), {*self._every}
+        other._lists = dict(self._lists)
         return other
 
     def remember(self, groups: list[Group]) -> None:
         """Remember the names in "param_names", which are in the order of the parameters."""
         for group in groups:
-            for p, name in zip(group["params"], group.get("param_names", ())):
-                self._pairs[id(p)] = p, name
-                self._every.add(name)
+            if "param_names" in group:
+                self._give(zip(group["params"], group["param_names"]))
+                self._see(group)
 
-    def pairs_of(self, params: list[Tensor]) -> dict[int, tuple[Tensor, str] | None]:
+    def forget(self, groups: list[Group]) -> None:
+        """Forget groups that were not added after all."""
+        for group in groups:
+            self._lists.pop(id(group), None)
+
+    def pairs_of(self, params: list[Tensor]) -> dict[int, tuple[Tensor, str | None] | None]:
         """Return what is remembered of parameters, for `restore`."""
         return {id(p): self._pairs.get(id(p)) for p in params}
 
-    def restore(self, pairs: dict[int, tuple[Tensor, str] | None]) -> None:
+    def restore(self, pairs: dict[int, tuple[Tensor, str | None] | None]) -> None:
         """Remember of parameters what `pairs_of` has returned."""
         for i, pair in pairs.items():
             self._pairs.pop(i, None)
@@ -76,51 +88,166 @@ class Names:
 
     def note(self, groups: list[Group]) -> None:
         """Write the names of parameters beside them, where those of all are known."""
-        if not self._pairs:
+        if not self._lists:
             return self.remember(groups)
         members = {id(p) for group in groups for p in group["params"]}
+        holders = self._holders(members)
+        named = [group for group in groups if "param_names" in group]
+        written = [group for group in named if self._is_written(group)]
+        replaced = [pair for group in named for pair in self._replaced(group, members)]
+        stay = members | {id(former) for _, former in replaced}
+        shapes = {p.shape for p in self._left(stay)}
+        clear = self._read(written, named, holders)
+        for p, former in replaced if clear else ():
+            if p.shape not in shapes and self.get(p) is None:
+                self._take_over(p, former)
         self._forget_gone(members)
-        used = {name for i, (_, name) in self._pairs.items() if i in members}
-        for group in groups:
-            params, names = group["params"], group.get("param_names", [])
-            if len(names) == len(params):
-                self._note_new(params, names, used)
-            present = list(map(self.get, params))
-            if "param_names" in group and None not in present and present != names:
+        self._lists.clear()
+        for group in named:
+            present = list(map(self.get, group["params"]))
+            if None not in present and present != group["param_names"]:
                 group["param_names"] = present
+            self._see(group)
 
-    def _note_new(self, params: list[Tensor], names: list[str], used: set[str]) -> None:
-        """Remember names that stand beside new parameters, or that were never given."""
-        pairs = list(zip(params, names))
-        # A new parameter is in the place of another if all else is as it was.
-        alike = all([self.get(p) in (None, n) or n not in self._every for p, n in pairs])
+    def _give(self, pairs: Iterable[tuple[Tensor, str]]) -> None:
         for p, name in pairs:
-            new = alike and id(p) not in self._pairs and name not in used
-            if new:
-                self._take_over(name)
-            if new or name not in self._every:
-                self._pairs[id(p)] = p, name
-                self._every.add(name)
-                used.add(name)
+            self._pairs[id(p)] = p, name
+            self._every.add(name)
 
-    def _take_over(self, name: str) -> None:
-        """Take a name from parameters that are in no group, for one in their place."""
-        for i in [i for i, (_, other) in self._pairs.items() if other == name]:
-            former, _ = self._pairs.pop(i)
-            if not former.requires_grad:
-                warn_user(
-                    f"a parameter that was put into a group has the name {name!r} of one "
-                    "that was frozen and taken out of it. If it does not replace that "
-                    "parameter, write its own name into the group's 'param_names'"
-                )
+    def _see(self, group: Group) -> None:
+        """Remember what a group is now."""
+        params, names = group["params"], group["param_names"]
+        for p in params:
+            self._pairs.setdefault(id(p), (p, None))
+        self._lists[id(group)] = list(map(id, params)), names, list(names)
+
+    def _holders(self, members: set[int]) -> dict[str, int]:
+        """Return the ids of the groups' parameters by name.
+
+        One that returns loses its name if another has got it in the meantime.
+        """
+        seen = {i for ids, *_ in self._lists.values() for i in ids}
+        known = [i for i in self._pairs if i in members]
+        holders: dict[str, int] = {}
+        for i in sorted(known, key=lambda i: i not in seen):
+            p, name = self._pairs[i]
+            if name is not None and holders.setdefault(name, i) != i and i not in seen:
+                self._pairs[i] = p, None
+        return holders
+
+    def _is_written(self, group: Group) -> bool:
+        """Return if the program has written names for a group."""
+        _, former, copy = self._lists.get(id(group), ((), None, []))
+        return group["param_names"] is not former or former != copy
+
+    def _replaced(self, group: Group, members: set[int]) -> list[tuple[Tensor, Tensor]]:
+        """Return new parameters, each with the one that was in its place and is gone."""
+        params, (ids, *_) = group["params"], self._lists.get(id(group), ([],))
+        stay = [id(p) == i or id(p) not in ids for p, i in zip(params, ids)]
+        # Names beside those that were appended say that the others are in their places.
+        appended = len(params) > len(ids) and len(params) == len(group["param_names"])
+        if not (all(stay) and (len(ids) == len(params) or appended)):
+            return []
+        new = [(p, i) for p, i in zip(params, ids) if id(p) not in self._pairs]
+        return [(p, self._pairs[i][0]) for p, i in new if i not in members]
+
+    def _left(self, stay: set[int]) -> list[Tensor]:
+        """Return parameters that have left the groups since these were noted.
+
+        Such a one may have moved to a place that became free, and be what was replaced
+        there. Frozen ones are only taken out.
+        """
+        ids = [i for ids, *_ in self._lists.values() for i in ids if i not in stay]
+        return [p for p, _ in map(self._pairs.__getitem__, ids) if p.requires_grad]
+
+    def _read(
+        self, written: list[Group], groups: list[Group], holders: dict[str, int]
+    ) -> bool:
+        """Read the names that a program has written, maybe before it moved parameters.
+
+        Args:
+            written: The groups whose "param_names" it wrote to.
+            groups: All groups with names.
+            holders: The ids of the groups' parameters by the names that they had.
+
+        Returns:
+            Whether each name that was never given before has a parameter.
+        """
+        new: list[tuple[Tensor, str]] = []
+        doubtful: list[tuple[Tensor, str | None]] = []
+        fresh = {n for group in written for n in group["param_names"]} - self._every
+        for group in written:
+            ids, _, copy = self._lists.get(id(group), ([], None, []))
+            params, names = group["params"], group["param_names"]
+            edited = {n for n, x in zip_longest(names, copy) if n != x}
+            odd = [n for p, n in zip(params, names) if holders.get(n, id(p)) != id(p)]
+            alone = ids == list(map(id, params))  # no parameter was moved
+            if alone:
+                self._warn_of_odd(odd, edited)
+            if odd or len(params) != len(names):  # their places say nothing
+                new += self._only(params, names, fresh)
+                continue
+            # A program that writes all names anew has written them for these parameters.
+            anew = fresh.issuperset(names)
+            whole = alone or (anew and any([id(p) in ids for p in params]))
+            for p, name in zip(params, names):
+                if whole or (name in fresh and id(p) in ids and self.get(p) is not None):
+                    self._give([(p, name)])
+                elif id(p) not in self._pairs and name in edited:
+                    new.append((p, name))
+                elif name in fresh:  # written for it, or for one that has left its place
+                    doubtful.append((p, name if anew else None))
+        others = self._nameless(groups) - {id(p) for p, _ in new}
+        shapes = {p.shape for g in groups for p in g["params"] if id(p) in others}
+        self._give([(p, name) for p, name in new if p.shape not in shapes])
+        left = self._nameless(groups)
+        for p, name in doubtful:
+            self._pairs[id(p)] = p, None if left or self.get(p) is None else name
+        return not left or fresh <= self._every
+
+    def _nameless(self, groups: list[Group]) -> set[int]:
+        return {id(p) for g in groups for p in g["params"] if self.get(p) is None}
+
+    def _only(
+        self, params: list[Tensor], names: list[str], fresh: set[str]
+    ) -> list[tuple[Tensor, str]]:
+        """Return the one new parameter and the one new name, if there is one of each."""
+        without = [p for p in params if self.get(p) is None]
+        found = [name for name in names if name in fresh]
+        clear = len(without) == len(found) == 1 and len(params) == len(names)
+        new = [p for p in without if id(p) not in self._pairs]
+        return list(zip(new, found)) if clear else []
+
+    def _warn_of_odd(self, odd: list[str], written: set[str]) -> None:
+        if names := [name for name in odd if name in written]:
+            warn_user(
+                f"'param_names' of a group has {names}, the names of other parameters: "
+                "each parameter keeps its own. Write names that no other parameter has"
+            )
+
+    def _take_over(self, p: Tensor, former: Tensor) -> None:
+        """Give a parameter the name of one that is in no group, in whose place it is."""
+        if (name := self.get(former)) is None:
+            return
+        if not former.requires_grad:
+            warn_user(
+                f"a parameter that was put into a group has the name {name!r} of one "
+                "that was frozen and taken out of it. If it does not replace that "
+                "parameter, write its own name into the group's 'param_names'"
+            )
+        self._give([(p, name)])
 
     def _forget_gone(self, members: set[int]) -> None:
-        """Forget parameters that neither the groups nor the program keep."""
+        """Forget parameters that neither the groups nor the program keep.
+
+        Those whose names others have now lose them.
+        """
+        held = {name for i, (_, name) in self._pairs.items() if i in members and name}
         for i in self._pairs.keys() - members:
             p, name = self._pairs.pop(i)
             kept = ref(p)
             del p  # if this was the last reference, `kept` returns None
-            if (q := kept()) is not None:
+            if name not in held and (q := kept()) is not None:
                 self._pairs[i] = q, name
 
     def named(self, groups: list[Group]) -> list[Group]:

@@ -98,7 +98,8 @@ class Program:
             p = self.pick.choice(ps)
             for group in self.groups:
                 group["params"] = [q for q in group["params"] if q is not p]
-            self.dropped.append(p)
+            if p not in self.nameless:  # one that no step has seen comes back as a new one
+                self.dropped.append(p)
             self.optimizer.state.pop(p, None)
 
     def append(self) -> None:
@@ -120,7 +121,26 @@ class Program:
         old, self.count = group["params"][i], self.count + 1
         group["params"][i] = new = parameter(self.count, 4, 3)
         self.name[new] = self.name.pop(old)
+        if old in self.nameless:
+            self.nameless.add(new)  # it takes the place of one without a name
         self.optimizer.state.pop(old, None)
+
+    def adapt(self) -> None:
+        """Append a parameter that is no other's successor, with its name beside it."""
+        self.count += 1
+        group = self.pick.choice(self.groups)
+        new = parameter(self.count, 4, 3)
+        self.name[new] = f"adapter{self.count}"
+        group["params"].append(new)
+        group["param_names"] = [*group["param_names"], self.name[new]]
+
+    def rename(self) -> None:
+        """Write other names for a whole group."""
+        group = self.pick.choice(self.groups)
+        for p in group["params"]:
+            self.name[p] = f"model.{self.name[p]}"
+        group["param_names"] = [self.name[p] for p in group["params"]]
+        self.nameless.difference_update(group["params"])
 
     def freeze(self) -> None:
         ps = [p for p in self.members() if p.requires_grad]
@@ -132,13 +152,19 @@ class Program:
             p.requires_grad_(True)
 
     def edit(self) -> None:
-        names = "swap sort drop append move exchange freeze thaw".split()
-        edits = self.pick.sample(names, self.pick.randint(1, 3))
+        names = "swap sort drop append move exchange adapt freeze thaw".split()
+        edits, before = self.pick.sample(names, self.pick.randint(1, 3)), {*self.name}
         for name in edits:
             getattr(self, name)()
-        if "exchange" in edits and len(edits) > 1:
-            self.nameless.add(next(reversed(self.name)))
-        if self.joins and {"append", "exchange", "thaw"} & {*edits}:
+        if len(edits) > 1:
+            self.nameless |= self.name.keys() - before
+            self.dropped = [p for p in self.dropped if p not in self.nameless]
+            # A new name may be beside another parameter now.
+            self.nameless.update(self.members() if "adapt" in edits else ())
+        if self.pick.random() < 0.1:
+            self.rename()  # names are read at an edit or by a save: it is one of both
+            self.save()
+        if self.joins and {"append", "exchange", "adapt", "thaw"} & {*edits}:
             self.prepare()  # sums over all parameters want hooks at all of them
 
     # What should follow.
@@ -317,6 +343,105 @@ def test_a_group_that_is_refused_gives_no_names() -> None:
         assert optimizer.name_of(p) == before
     optimizer.add_param_group({"params": [("new", new), ("layer3", dropped)]})
     assert names_in(optimizer)[2] == ["new", "layer3"]
+
+
+def test_a_replaced_parameter_is_not_named_after_one_that_was_taken_out() -> None:
+    """It replaces layer0, which had moved to the place that layer2 left."""
+    optimizer, ps = named({}, {})
+    first, second = optimizer.param_groups
+    second["params"] = [parameter(9, 2), ps[3]]
+    first["params"] = [ps[1]]
+    with pytest.raises(
+        ValueError, match=r"param_groups\[1\]\['params'\]\[0\].* has no name"
+    ):
+        optimizer.state_dict()
+    second["param_names"] = ["layer0", "layer3"]
+    assert names_in(optimizer) == [["layer1"], ["layer0", "layer3"]]
+
+
+@pytest.mark.parametrize("clear", ["frozen", "shape"])
+def test_a_replaced_parameter_has_its_name_if_no_other_fits(clear: str) -> None:
+    optimizer, ps = named({}, {})
+    first, second = optimizer.param_groups
+    new = parameter(9, 2 if clear == "frozen" else 5)
+    ps[0].requires_grad_(clear != "frozen")
+    second["params"], first["params"] = [new, ps[3]], [ps[1]]
+    assert names_in(optimizer) == [["layer1"], ["layer2", "layer3"]]
+
+
+def test_one_without_a_name_takes_none_when_it_moves() -> None:
+    """And the names that are written after the error count."""
+    optimizer, (a, b, c, _) = named({}, {})
+    first, second = optimizer.param_groups
+    first["params"], second["params"] = [b], [c, new := parameter(9, 2), a]
+    optimizer.step()
+    first["params"], second["params"] = [new], [c, other := parameter(8, 2), a]
+    with pytest.raises(ValueError, match="has no name"):
+        optimizer.state_dict()
+    first["param_names"] = ["layer3"]
+    second["param_names"] = ["layer2", "layer1", "layer0"]
+    assert names_in(optimizer) == [["layer3"], ["layer2", "layer1", "layer0"]]
+    assert optimizer.name_of(other) == "layer1"
+
+
+def test_one_is_replaced_among_those_of_another_group() -> None:
+    optimizer, (a, b, c, _) = named({}, {})
+    first, second = optimizer.param_groups
+    first["params"], second["params"] = [a, c], [b, parameter(9, 2)]
+    assert names_in(optimizer) == [["layer0", "layer2"], ["layer1", "layer3"]]
+
+
+def test_a_name_that_was_written_stays_with_its_parameter_in_another_group() -> None:
+    optimizer, (_, b, c, d) = named({}, {})
+    first, second = optimizer.param_groups
+    first["params"].append(new := parameter(9, 2))
+    first["param_names"].append("adapter")
+    first["params"][2], second["params"][0] = c, new
+    with pytest.raises(ValueError, match="has no name"):
+        optimizer.state_dict()
+    assert optimizer.name_of(new) is None
+    assert [optimizer.name_of(p) for p in (b, d)] == ["layer1", "layer3"]
+    first["param_names"] = ["layer0", "layer1", "layer2"]
+    second["param_names"] = ["adapter", "layer3"]
+    assert names_in(optimizer) == [["layer0", "layer1", "layer2"], ["adapter", "layer3"]]
+
+
+def test_a_name_beside_one_that_was_appended_is_not_that_of_a_dropped_one() -> None:
+    optimizer, ps = named({}, {})
+    group = optimizer.param_groups[0]
+    group["param_names"] = [*group["param_names"], "adapter"]
+    group["params"] = [ps[0], parameter(9, 2)]
+    with pytest.raises(ValueError, match="has no name"):
+        optimizer.state_dict()
+
+
+def test_names_of_other_parameters_are_refused_with_a_warning() -> None:
+    optimizer, _ = named({}, {})
+    optimizer.param_groups[0]["param_names"] = ["layer1", "layer0"]
+    with pytest.warns(UserWarning, match="each parameter keeps its own"):
+        assert names_in(optimizer)[0] == ["layer0", "layer1"]
+
+
+def test_a_group_that_was_refused_leaves_no_trace_in_names() -> None:
+    optimizer, _ = named({}, {})
+    with pytest.raises(ValueError, match="lr"):
+        optimizer.add_param_group({"params": [("bad", parameter(9, 2))], "lr": -1.0})
+    optimizer.param_groups[0]["params"][0] = parameter(8, 2)
+    assert names_in(optimizer) == [["layer0", "layer1"], ["layer2", "layer3"]]
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_one_that_returns_has_lost_a_name_that_another_has_got(steps: int) -> None:
+    optimizer, ps = named({}, {})
+    optimizer.param_groups[0]["params"].remove(ps[0])
+    for _ in range(steps):
+        optimizer.step()
+    optimizer.add_param_group({"params": [("layer0", parameter(9, 2))]})
+    optimizer.param_groups[0]["params"].insert(0, ps[0])
+    with pytest.raises(
+        ValueError, match=r"param_groups\[0\]\['params'\]\[0\].* has no name"
+    ):
+        optimizer.state_dict()
 
 
 def test_the_name_of_a_frozen_layer_is_given_away_with_a_warning() -> None:

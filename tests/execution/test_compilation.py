@@ -179,24 +179,15 @@ def code_of(name: str, dtype: torch.dtype) -> list[str]:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(
-    ("dtype", "parallel"),
-    [
-        row(torch.float32, 0, id="float32-0"),
-        row(torch.float32, 1, id="float32-1", tier="full"),
-        row(torch.bfloat16, 0, id="bfloat16-0", tier="full"),
-        row(torch.bfloat16, 1, id="bfloat16-1", tier="full"),
-    ],
+    "dtype",
+    [row(torch.float32, id="float32"), row(torch.bfloat16, id="bfloat16", tier="full")],
 )
-def test_a_step_is_one_kernel_without_allocations(
-    dtype: torch.dtype, parallel: int, monkeypatch, threads
-) -> None:
-    """For one thread where a loop of ours shares a list among them, else for all."""
+def test_a_step_is_one_kernel_without_allocations(dtype: torch.dtype, threads) -> None:
+    """The kernel is for one thread, because our loop divides a list among all threads."""
     threads(2)
-    if parallel:
-        monkeypatch.setattr(kernels, "_without_lists", {"cpu"})
     (code,) = code_of("adamw", dtype)
     assert code.count("async_compile.cpp_pybinding(") == 1
-    assert code.count("#pragma omp for") == parallel
+    assert code.count("#pragma omp for") == 0
     assert "empty_strided_cpu(" not in code
     assert "extern_kernels." not in code
 

@@ -34,6 +34,7 @@ from optimi_func.execution.kernels import (
     NoListKernelError,
     SwitchedOffError,
     kernel,
+    updates_lists,
     warn_once,
 )
 from optimi_func.execution.launches import (
@@ -144,12 +145,12 @@ def _plan_kernels(rule: Rule, updates: list[Update], write: bool) -> list[Launch
             "x.resolve_neg(), a class with compile=False, and the pure step"
         )
     # On CPU C++ around the kernel decodes and encodes, elsewhere the kernel itself.
-    around = slot.coded and device_type(device) == "cpu"
+    around = slot.coded and updates_lists(device)
     if not slot.dense or (around and not (slot.in_place and can_run(slot))):
         return plan_eager(rule, updates, write)
     rounds = count_means(rule, first.scalars.scalars.rates, write)
     if is_rehearsed(device):
-        listed = device_type(device) == "cpu" or not rounds
+        listed = updates_lists(device) or not rounds
         direct, launches = _fitting(rule, updates, write, 1 if listed else 2, around)
         parts = chunks(direct, DRAWN, _numel) if first.draws else [direct]
         return launches + [RehearsedLaunch(rule, x, write) for x in parts if x]
@@ -229,7 +230,7 @@ def _kernel(
     # step of 8-bit moments takes 7.2 ms in place of 11.8 with Kahan compensations, and 4.8
     # in place of 8.7 with plain bfloat16 weights; with AVX2 there is no difference.
     mixed = len({*map(is_low, (p, *rest))}) > 1
-    listed = u.g.device.type == "cpu"
+    listed = updates_lists(u.g.device)
     simple = write and not has_means and not u.given
     if mixed and listed and slot.in_place and simple:
         result = kernel(key._replace(in_place=False), u.scalars.scalars)

@@ -33,6 +33,7 @@ from optimi_func.core.leaf import (
     with_given,
 )
 from optimi_func.core.packed import fill, is_capturing
+from optimi_func.core.rehearsal import device_type
 from optimi_func.core.rule import Rule, Scalars
 from optimi_func.core.storage import flat_leaf, leaf_of
 from optimi_func.core.torch_private import has_stance, is_switched_off
@@ -101,12 +102,21 @@ class KernelKey(NamedTuple):
         return self.rule.digest if mapped is None else mapped.digest
 
 
+# Types of devices whose kernels update a list of tensors in one call.
+LISTED = {"cpu"}
+
+
+def updates_lists(device: torch.device) -> bool:
+    """Return True if a device's kernels update a list of tensors in one call."""
+    return device_type(device) in LISTED
+
+
 def has_list_kernels() -> bool:
     """Return True if this process can compile kernels for CPU, which update lists."""
     return not _other_code and failure() is None
 
 
-_kernels: dict[object, tuple[str, Kernel]] = {}  # by key, with a name
+_kernels: dict[object, tuple[str, Kernel]] = {}  # by key and kind, with a name
 # Why torch's private parts were not as list kernels expect them, if they were not.
 _other_code: list[str] = []
 _said: set[str] = set()  # what this process was warned of
@@ -174,7 +184,8 @@ def kernel(key: KernelKey, scalars: Scalars) -> Kernel:
             "a TorchDispatchMode is active, which compiled steps cannot run under: "
             "leave it for the step, or pass compile=False"
         )
-    place = key._replace(rule=key.digest or key.rule)  # rules of one digest are the same
+    # Rules of one digest compute the same.
+    place = key._replace(rule=key.digest or key.rule), updates_lists(key.device)
     if (entry := _kernels.get(place)) is None:
         if is_capturing(key.device):
             raise CaptureError(
@@ -221,7 +232,7 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
     """Load the kernel from the store, or compile it and keep it there."""
     if is_switched_off():
         raise SwitchedOffError
-    listed = key.device.type == "cpu"
+    listed = updates_lists(key.device) and not key.codes
     if listed and (_is_large(key) or not has_list_kernels()):
         raise _without_lists(key)
     spec = pytree.tree_structure(scalars)
@@ -232,8 +243,8 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
     run = _body(key, spec)
     entry = ""
     # Only torch.compile knows what a stance asks for.
-    if asks := listed and not has_stance():
-        identity = key[1:], str(spec), count
+    if asks := key.device.type == "cpu" and not has_stance():
+        identity = (key[1:], str(spec), count) if listed else None
         made_of = {"name": key.name, "kernel": identity, "rule": key.digest or None}
         entry = store.key_of(store.machine(), **made_of)
     with kernel_context(key.device), warnings.catch_warnings():
@@ -370,8 +381,10 @@ class kernel_context:
         self._modes: list[AbstractContextManager[object]] = []
         if torch.is_inference_mode_enabled():
             self._modes.append(torch.inference_mode(False))
-        device_type = self._device.type
-        for kind in ("cpu",) if device_type in ("cpu", "meta") else ("cpu", device_type):
+        kind_of_device = self._device.type
+        for kind in (
+            ("cpu",) if kind_of_device in ("cpu", "meta") else ("cpu", kind_of_device)
+        ):
             if torch.is_autocast_enabled(kind):
                 self._modes.append(torch.autocast(kind, enabled=False))
         for mode in self._modes:

@@ -13,7 +13,7 @@ EIGHT = Storage(moments="8bit")
 
 @pytest.fixture(autouse=True)
 def no_list_kernels(monkeypatch) -> None:
-    monkeypatch.setattr(kernels, "_without_lists", {"cpu"})
+    monkeypatch.setattr(kernels, "LISTED", set())
 
 
 def squares(codes: torch.Tensor) -> torch.Tensor:

@@ -118,7 +118,7 @@ def test_kernels_of_one_tensor_measure_for_others_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As of shards: means are written down, and read again to move."""
-    monkeypatch.setattr(kernels, "_without_lists", {"cpu"})
+    monkeypatch.setattr(kernels, "LISTED", set())
     ends = []
     for sharded in (False, True):
         if sharded:

@@ -51,7 +51,7 @@ TIERS = {"lists": "kernels", "tensors": "full", "foreach": ""}
 def how(request, monkeypatch) -> dict[str, Any]:
     """Options of an optimizer that steps in one of the ways."""
     if request.param == "tensors":
-        monkeypatch.setattr(kernels, "_without_lists", {"cpu"})
+        monkeypatch.setattr(kernels, "LISTED", set())
     return WAYS[request.param]
 
 

@@ -178,7 +178,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:the C")
+@pytest.mark.filterwarnings("ignore:the optimizer step for CPU runs eagerly")
 @pytest.mark.parametrize(
     ("name", "dtype", "way", "options"),
     [

@@ -54,9 +54,10 @@ class Release(TrainerCallback):
     ) -> None:
         if args.max_grad_norm:
             raise ValueError(
-                "the Trainer would clip nothing: set max_grad_norm=0, and to "
-                "clip pass Release(accumulation='buffer', accumulation_steps"
-                f"=None, clip_global_norm={args.max_grad_norm})"
+                "the Trainer would clip nothing: set max_grad_norm=0, "
+                "and to clip pass Release(accumulation='buffer', "
+                "accumulation_steps=None, "
+                f"clip_global_norm={args.max_grad_norm})"
             )
         steps, options = args.gradient_accumulation_steps, self.options
         if steps > 1:

@@ -42,6 +42,7 @@ from optimi_func.execution.kernels import (
     NoListKernelError,
     SwitchedOffError,
     kernel,
+    updates_lists,
 )
 from optimi_func.execution.launches import (
     Launch,
@@ -428,9 +429,7 @@ def _fits(rule: Rule, u: Update) -> bool:
     plain = u.can_be_cut and not slot.coded and p.is_contiguous() and p.numel() > 0
     plain = plain and not u.given and rule.after is None
     kept = slot.mapped is not None and all([dtype == wide for dtype, _ in slot.mapped])
-    return (
-        device_type(p.device) == "cpu" and p.dim() in EXAMPLES and whole and plain and kept
-    )
+    return updates_lists(p.device) and p.dim() in EXAMPLES and whole and plain and kept
 
 
 def plan_wholes(rule: Rule, updates: list[Update], plan: _Planner) -> list[Launch]:

@@ -82,6 +82,8 @@ class Run:
         # After fully_shard, which replaces the parameters.
         how: Any = {"weight_decay": 0.1, "skip_nonfinite": "step"}
         how |= {"compile": False if args.no_compile else None}
+        # Where the CPU has bfloat16 instructions, Muon would iterate in bfloat16.
+        how |= {"ns_dtype": "float32"} if args.float32 else {}
         self.optimizer = MuonAdamW(model, lr=1e-2, adamw_lr=3e-3, **how)
         end = args.length
         factor = schedules.wsd(1.0, warmup=end // 10, total=end, decay=end // 5, start=0.1)

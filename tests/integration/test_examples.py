@@ -446,9 +446,9 @@ def test_pretrain(tmp_path: Path) -> None:
     rows = logged(other)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 3, 4, 5, 6]
     for row, again in zip(rows[2:6], rows[6:]):
-        assert again["0 muon"] == pytest.approx(row["0 muon"], rel=1e-3)
+        assert again["norm before clip"] == pytest.approx(row["norm before clip"], rel=1e-3)
         assert again["loss"] == pytest.approx(row["loss"], rel=1e-5)
-        assert row["0 muon"]["update_norm"] > 0 == row["skipped steps"]
+        assert row["norm before clip"] > 0 == row["skipped steps"]
     # In bfloat16, with blocks that are compiled, losses are alike.
     low = pretrain(tmp_path / "low", 1, "--steps=2", "--compile-blocks")
     assert low[2][0] == pytest.approx(rows[1]["loss"], rel=1e-3)
@@ -551,8 +551,6 @@ def test_transformers_callbacks(tmp_path: Path) -> None:
     script = "examples/trainers/transformers_callbacks.py"
     out = run(script, f"--out={tmp_path}", strict=False)
     assert "Release: the same weights: True" in out
-    rows = re.findall(r"update norms: (\d\.\d+) (\d\.\d+)$", out, re.M)
-    assert len(rows) == 2 and rows[0] == rows[1]
     found = re.findall(r"^(.*): the saved weights are the average: (\w+)$", out, re.M)
     assert found == [("no callback", "False"), ("SaveAverage", "True")]
 

@@ -6,7 +6,6 @@ directions into deltas and adds them. All other modules decide where and when it
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import (
     Any,
     Literal,
@@ -282,7 +281,7 @@ class Rule:
         names = {*given}
         return not {*self.extras} - {*self.usual} <= names <= {*self.extras}
 
-    @cached_property  # because every step of a class asks
+    @property  # not a cached one: torch.compile cannot trace the lock of Python 3.11
     def draws(self) -> bool:
         """True if `whole` draws random numbers."""
         return self.whole is not None and self.whole.draws

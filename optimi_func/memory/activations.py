@@ -53,7 +53,7 @@ class _Forward:
         self.running: list[nn.Module] = []
         self.autocast = False
         self._device, self._packs = device, 0
-        self._probe = torch.ones((), requires_grad=True)
+        self._probe = torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True)
         self._checkpointed: nn.Module | None = None
         self._again = Moment()
         trained = [p for p in model.parameters() if p.requires_grad]

@@ -166,7 +166,8 @@ class OwnRule(FunctionalOptimizer):
             yield
         except TypeError as error:
             read = self.__dict__.get("_read", ())
-            found = [k for k in sorted(read) if callable(getattr(self, k))]
+            # Choices are read too, and are no hyperparameters of this value.
+            found = [k for k in sorted(read) if callable(getattr(self, k, None))]
             if not found:
                 raise
             raise TypeError(

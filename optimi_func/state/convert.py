@@ -147,12 +147,22 @@ def find_entries(
     _check_lists(read)
     state_dict = under_our_names(with_names(state_dict, groups), counterparts)
     saved, state = state_dict["param_groups"], state_dict["state"]
-    others = _others(state, {i for group in saved for i in group["params"]})
     named = all("param_names" in group for group in [*saved, *groups])
     # Equal names are found by order, because a name may be there twice.
-    if named and match == "names":
-        if [g["param_names"] for g in saved] != [g["param_names"] for g in groups]:
-            return _by_name(saved, state, groups, others, strict, keywords)
+    by_name = named and match == "names"
+    if by_name and [g["param_names"] for g in saved] != [g["param_names"] for g in groups]:
+        found = _by_name(saved, state, groups, strict, keywords)
+    else:
+        found = _by_order(saved, state, groups)
+    # Last, because it warns, and what does not fit raises alone.
+    known = {i for group in saved for i in group["params"]}
+    return found._replace(others=_others(state, known))
+
+
+def _by_order(
+    saved: list[Group], state: Mapping[Any, Any], groups: list[Group]
+) -> Match:
+    """Find the entries of groups that are as many and as long as the saved ones."""
     if len(saved) != len(groups):
         raise ValueError(
             "loaded state dict has a different number of parameter groups: it has "
@@ -170,7 +180,7 @@ def find_entries(
         if "param_names" in theirs and "param_names" not in mine:
             options[-1]["param_names"] = list(theirs["param_names"])
     entries = [[state.get(i) for i in theirs["params"]] for theirs in saved]
-    return Match(options, entries, others, LoadReport([], []))
+    return Match(options, entries, {}, LoadReport([], []))
 
 
 def _check_lists(saved: list[Group]) -> None:
@@ -205,10 +215,10 @@ def _by_name(
     saved: list[Group],
     state: dict[int, Entry],
     groups: list[Group],
-    others: dict[object, object],
     strict: bool,
     keywords: tuple[str, ...],
 ) -> Match:
+    """Find the entries of the parameters by their names."""
     home = {name: i for i, group in enumerate(saved) for name in group["param_names"]}
     index = {n: i for group in saved for n, i in zip(group["param_names"], group["params"])}
     ours = [name for group in groups for name in group["param_names"]]
@@ -251,7 +261,7 @@ def _by_name(
     _check_regrouped(saved, groups, homes, ("initial_lr", *keywords))
     # A group takes the saved options of the first of its parameters.
     options = [_options(saved[sources[0]]) if sources else {} for sources in homes]
-    return Match(options, entries, others, report)
+    return Match(options, entries, {}, report)
 
 
 def _check_regrouped(

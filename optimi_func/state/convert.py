@@ -159,9 +159,7 @@ def find_entries(
     return found._replace(others=_others(state, known))
 
 
-def _by_order(
-    saved: list[Group], state: Mapping[Any, Any], groups: list[Group]
-) -> Match:
+def _by_order(saved: list[Group], state: Mapping[Any, Any], groups: list[Group]) -> Match:
     """Find the entries of groups that are as many and as long as the saved ones."""
     if len(saved) != len(groups):
         raise ValueError(

@@ -20,7 +20,7 @@ from optimi_func import AdamW, population, prepare_for_gradient_release
 from optimi_func.rules import Optimizer, SecondMoment
 
 
-# --8<-- [start:signsgd]
+# [start:signsgd]
 class SignSGD(Optimizer):
     """Step by the sign of the mean gradient (arXiv:1802.04434)."""
 
@@ -42,10 +42,10 @@ def signsgd_loop(
     p.sub_(lr * m.sign())
 
 
-# --8<-- [end:signsgd]
+# [end:signsgd]
 
 
-# --8<-- [start:adabelief]
+# [start:adabelief]
 class AdaBelief(Optimizer):
     """Adam with the variance of g around its mean (arXiv:2010.07468)."""
 
@@ -74,10 +74,10 @@ def adabelief_loop(
     p.sub_(lr * m / (1 - 0.9**t) / ((v / (1 - 0.99**t)).sqrt() + 1e-8))
 
 
-# --8<-- [end:adabelief]
+# [end:adabelief]
 
 
-# --8<-- [start:orthogonal]
+# [start:orthogonal]
 class Orthogonal(Optimizer):
     """Step by a momentum whose singular values are brought to about 1."""
 
@@ -111,10 +111,9 @@ def orthogonal_loop(
     p.sub_(lr * x)
 
 
-# --8<-- [end:orthogonal]
+# [end:orthogonal]
 
 
-# --8<-- [start:train]
 Loop = Callable[[Tensor, Tensor, dict[str, Tensor], int, float], Any]
 IMAGES, LABELS = load_digits(return_X_y=True)
 x, y = torch.tensor(IMAGES, dtype=torch.float32) / 16, torch.tensor(LABELS)
@@ -239,4 +238,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-# --8<-- [end:train]

@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+import included
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples/rules"
 # What own_rule.md tells of, in its order; `direction` is in all of them.
@@ -78,8 +80,11 @@ def table() -> str:
 
 def sections() -> str:
     """Return a section with the file of each rule."""
-    code = '```{{.python .notest}}\n--8<-- "examples/rules/{0.file}"\n```\n'
-    return "\n".join([f"### {r.name}\n\n{r.use}\n\n" + code.format(r) for r in rules()])
+    parts = []
+    for r in rules():
+        code = included.fenced(f"examples/rules/{r.file}")
+        parts.append(f"### {r.name}\n\n{r.use}\n\n{code}\n")
+    return "\n".join(parts)
 
 
 def filled(page: str) -> str:

@@ -1,14 +1,16 @@
-"""Write the pages that are made: `make docs` does, before the site is built.
+"""Write all text of the documentation that is generated, and `make docs` runs this first.
 
-docs/optimizers/ has a page per optimizer, docs/reference/ three pages of their names:
-neither is committed, and what nothing makes any more is removed. README.md and some pages
-are, with their tables: they are brought up to date.
+docs/optimizers/ has a page for each optimizer, which is committed, and removed when its
+optimizer is. docs/reference/ has three pages of the optimizers' names. README.md and many
+other pages have tables and code of examples between comments: those are replaced. Tests
+compare what is committed with what this program would write.
 """
 
 from pathlib import Path
 
 import benchmark_tables
 import cookbook_page
+import included
 import optimizer_pages
 import reference_pages
 
@@ -22,9 +24,8 @@ def files() -> dict[Path, str]:
     made = {Path("optimizers/index.md"): optimizer_pages.index()}
     for name in optimizer_pages.names():
         made[Path(f"optimizers/{name}.md")] = optimizer_pages.page(name)
-    made[Path("reference/optimizers.md")] = reference_pages.classes()
-    made[Path("reference/functional.md")] = reference_pages.pure()
-    made[Path("reference/compiled.md")] = reference_pages.compiled_steps()
+    for name, text in reference_pages.pages().items():
+        made[Path("reference") / name] = text
     for name in benchmark_tables.PAGES:
         made[Path(name)] = benchmark_tables.filled((DOCS / name).read_text())
     made[Path("cookbook.md")] = cookbook_page.filled((DOCS / "cookbook.md").read_text())
@@ -32,6 +33,9 @@ def files() -> dict[Path, str]:
     for name in LISTS:
         text = made.get(Path(name)) or (DOCS / name).read_text()
         made[Path(name)] = optimizer_pages.filled(text, choose)
+    for path in DOCS.glob("*.md"):
+        name = path.relative_to(DOCS)
+        made[name] = included.filled(made.get(name) or path.read_text())
     return made
 
 

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import indent
 from typing import Any
 
 import torch
@@ -251,9 +250,9 @@ for _ in range(3):
 {end}"""
 
 
-def tab(title: str, program: str) -> str:
-    """One of several programs beside each other."""
-    return f'=== "{title}"\n\n' + indent(f"```python\n{program}```", "    ")
+def shown(title: str, program: str) -> str:
+    """A program under its title, without tabs, which only the site would show."""
+    return f"{title}:\n\n```python\n{program}```"
 
 
 def facts(name: str) -> list[str]:
@@ -294,8 +293,8 @@ def page(name: str) -> str:
         "## When, and when not",
         note.text["When, and when not"],
         "## Code",
-        tab("Class", class_program(name, note)),
-        tab("Pure functions", pure_program(name, note)),
+        shown("As a class", class_program(name, note)),
+        shown("As pure functions", pure_program(name, note)),
         "## Hyperparameters",
         arguments(name, note, documented),
         note.text["Usual ranges"],

@@ -122,3 +122,12 @@ def compiled_steps() -> str:
             made = getattr(compiled, name + end)
             parts.append(function("optimi_func.compiled", name + end, made))
     return "\n\n".join(parts) + "\n"
+
+
+def pages() -> dict[str, str]:
+    """Return the text of each page, by its name in docs/reference/."""
+    return {
+        "optimizers.md": classes(),
+        "functional.md": pure(),
+        "compiled.md": compiled_steps(),
+    }

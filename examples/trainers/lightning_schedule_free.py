@@ -20,7 +20,7 @@ from optimi_func import ScheduleFreeAdamW
 EPOCHS, BATCHES = 4, 25
 
 
-# --8<-- [start:average]
+# [start:average]
 class Average(lightning.Callback):
     """Evaluate and save the average of a Schedule-Free run."""
 
@@ -39,7 +39,7 @@ class Average(lightning.Callback):
     on_train_epoch_end = on_validation_start
 
 
-# --8<-- [end:average]
+# [end:average]
 
 
 class Regression(lightning.LightningModule):

@@ -34,7 +34,7 @@ from optimi_func import (
 STEPS = 20
 
 
-# --8<-- [start:release]
+# [start:release]
 class Release(TrainerCallback):
     """Gradient release with an optimizer that the Trainer makes.
 
@@ -88,10 +88,10 @@ class Release(TrainerCallback):
         self.handle.remove()
 
 
-# --8<-- [end:release]
+# [end:release]
 
 
-# --8<-- [start:ema]
+# [start:ema]
 class Averaged(TrainerCallback):
     """Average the weights after each step, and evaluate the averages."""
 
@@ -146,10 +146,10 @@ class Averaged(TrainerCallback):
         return Path(args.output_dir) / folder / "average.pt"
 
 
-# --8<-- [end:ema]
+# [end:ema]
 
 
-# --8<-- [start:average]
+# [start:average]
 class SaveAverage(TrainerCallback):
     """Save the average of a Schedule-Free run, and end with it."""
 
@@ -168,7 +168,7 @@ class SaveAverage(TrainerCallback):
     on_epoch_end = on_step_end
 
 
-# --8<-- [end:average]
+# [end:average]
 
 
 def sentences(count: int) -> list[dict[str, Tensor]]:

@@ -165,6 +165,9 @@ class Names:
     ) -> bool:
         """Read the names that a program has written, maybe before it moved parameters.
 
+        Which of the two it did first is not known. So the names count if they would be the
+        same either way. If not, the parameters that they could belong to have no name.
+
         Args:
             written: The groups whose "param_names" it wrote to.
             groups: All groups with names.
@@ -173,50 +176,51 @@ class Names:
         Returns:
             Whether each name that was never given before has a parameter.
         """
-        new: list[tuple[Tensor, str]] = []
-        doubtful: list[tuple[Tensor, str | None]] = []
         fresh = {n for group in written for n in group["param_names"]} - self._every
+        new: list[tuple[Tensor, str]] = []
         for group in written:
             ids, _, copy = self._lists.get(id(group), ([], None, []))
             params, names = group["params"], group["param_names"]
-            edited = {n for n, x in zip_longest(names, copy) if n != x}
-            odd = [n for p, n in zip(params, names) if holders.get(n, id(p)) != id(p)]
             alone = ids == list(map(id, params))  # no parameter was moved
+            pairs = list(zip(params, names)) if len(params) == len(names) else []
+            odd = [n for p, n in zip(params, names) if holders.get(n, id(p)) != id(p)]
             if alone:
+                edited = {n for n, x in zip_longest(names, copy) if n != x}
                 self._warn_of_odd(odd, edited)
-            if odd or len(params) != len(names):  # their places say nothing
-                new += self._only(params, names, fresh)
+            # A program that writes all names anew writes them for the list as it is.
+            anew = fresh.issuperset(names) and any([id(p) in ids for p in params])
+            if not odd and (alone or anew):
+                self._give(pairs)
                 continue
-            # A program that writes all names anew has written them for these parameters.
-            anew = fresh.issuperset(names)
-            whole = alone or (anew and any([id(p) in ids for p in params]))
-            for p, name in zip(params, names):
-                if whole or (name in fresh and id(p) in ids and self.get(p) is not None):
-                    self._give([(p, name)])
-                elif id(p) not in self._pairs and name in edited:
-                    new.append((p, name))
-                elif name in fresh:  # written for it, or for one that has left its place
-                    doubtful.append((p, name if anew else None))
+            if list(names) == copy:  # they say nothing new
+                continue
+            unknown = [p for p in params if id(p) not in self._pairs]
+            taken = {*holders, *copy}
+            if pairs and all([self._fits(p, name, taken) for p, name in pairs]):
+                new += [(p, name) for p, name in pairs if self.get(p) is None]
+                continue
+            found = [name for name in names if name in fresh]
+            same = {*ids} == {id(p) for p in params} - {*map(id, unknown)}
+            if pairs and same and len(unknown) == len(found) == 1:
+                new.append((unknown[0], found[0]))
+                continue
+            for p, name in pairs:
+                if name in fresh:
+                    self._pairs[id(p)] = p, None
+            for p in unknown:
+                self._pairs[id(p)] = p, None
         others = self._nameless(groups) - {id(p) for p, _ in new}
         shapes = {p.shape for g in groups for p in g["params"] if id(p) in others}
         self._give([(p, name) for p, name in new if p.shape not in shapes])
-        left = self._nameless(groups)
-        for p, name in doubtful:
-            self._pairs[id(p)] = p, None if left or self.get(p) is None else name
-        return not left or fresh <= self._every
+        return fresh <= self._every
+
+    def _fits(self, p: Tensor, name: str, taken: set[str]) -> bool:
+        """Return whether a name is that of the parameter beside it, or new beside one."""
+        known = self.get(p)
+        return name not in taken if known is None else known == name
 
     def _nameless(self, groups: list[Group]) -> set[int]:
         return {id(p) for g in groups for p in g["params"] if self.get(p) is None}
-
-    def _only(
-        self, params: list[Tensor], names: list[str], fresh: set[str]
-    ) -> list[tuple[Tensor, str]]:
-        """Return the one new parameter and the one new name, if there is one of each."""
-        without = [p for p in params if self.get(p) is None]
-        found = [name for name in names if name in fresh]
-        clear = len(without) == len(found) == 1 and len(params) == len(names)
-        new = [p for p in without if id(p) not in self._pairs]
-        return list(zip(new, found)) if clear else []
 
     def _warn_of_odd(self, odd: list[str], written: set[str]) -> None:
         if names := [name for name in odd if name in written]:

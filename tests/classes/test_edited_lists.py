@@ -163,9 +163,20 @@ class Program:
             self.nameless.update(self.members() if "adapt" in edits else ())
         if self.pick.random() < 0.1:
             self.rename()  # names are read at an edit or by a save: it is one of both
+            # Which came first is not known.
+            self.nameless.update(self.members())
             self.save()
         if self.joins and {"append", "exchange", "adapt", "thaw"} & {*edits}:
             self.prepare()  # sums over all parameters want hooks at all of them
+        for group in self.groups if self.joins else ():
+            entries = {
+                p: self.optimizer.state[p]
+                for p in group["params"]
+                if p in self.optimizer.state
+            }
+            if all(x["d"] != group["d"] for x in entries.values()):
+                for p in entries:  # all came from another group: as the error says
+                    del self.optimizer.state[p]
 
     # What should follow.
 

@@ -1,4 +1,4 @@
-"""A page an optimizer: what its class says, what its state takes, and a note by hand.
+"""A page for each optimizer: from its class, its state, and a note written by hand.
 
 The list is the package's (`optimi_func.functional`). A page's intuition, update, arguments
 and paper are the class docstring's, its bytes those of a state that is made here, and what
@@ -8,8 +8,10 @@ tables of all optimizers in README.md and docs/choose.md, then the sections of t
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from optimi_func.optimizers import BaseOptimizer
 
 NOTES = Path(__file__).parents[1] / "_notes"
 KEYS = ("lr", "for", "state")
-SECTIONS = ("When, and when not", "Usual ranges", "Coming from elsewhere")
+SECTIONS = ("When to use it", "Usual hyperparameters", "Coming from elsewhere")
 
 # What the text of a number says it is measured in.
 MEASURES = re.compile(
@@ -33,7 +35,7 @@ MEASURES = re.compile(
 STORAGES: list[tuple[torch.dtype, Any, str]] = [
     (torch.float32, None, "float32"),
     (torch.float32, Storage(moments="8bit"), 'float32, `Storage(moments="8bit")`'),
-    (torch.bfloat16, None, "bfloat16, as it is by default (Kahan)"),
+    (torch.bfloat16, None, "bfloat16, the default storage (Kahan)"),
     (torch.bfloat16, "compact", 'bfloat16, `storage="compact"`'),
     (torch.bfloat16, "exact", 'bfloat16, `storage="exact"`'),
 ]
@@ -105,7 +107,8 @@ class Note:
         lacking += [f"line `{key}: ...`" for key in KEYS if key not in keys]
         if lacking:
             raise SystemExit(f"{path} has no {', '.join(lacking)}")
-        unit, options = keys.get("lr unit", "parameter, a step"), keys.get("options", "")
+        unit = keys.get("lr unit", "the parameter's, per step")
+        options = keys.get("options", "")
         return cls(keys["lr"], unit, options, keys["for"], keys["state"], text)
 
 
@@ -186,16 +189,16 @@ def arguments(name: str, note: Note, documented: Documented) -> str:
     cls, value = class_of(name), getattr(functional, name)
     ours = inspect.signature(cls).parameters
     values = inspect.signature(value).parameters
-    rows = ["| | default | |", "|---|---|---|"]
+    rows = ["| argument | default | meaning |", "|---|---|---|"]
     for number in [k for k in ours if k in documented.arguments and k != "params"]:
         words = documented.arguments[number]
         default = ours[number].default
-        given = "needed" if default is inspect.Parameter.empty else f"`{default!r}`"
+        given = "required" if default is inspect.Parameter.empty else f"`{default!r}`"
         pure = values[number].default if number in values else default
-        if number == "lr" and given != "needed" and pure is inspect.Parameter.empty:
-            given += "; needed in the pure form"
+        if number == "lr" and given != "required" and pure is inspect.Parameter.empty:
+            given += "; required in the pure form"
         if number == "lr":
-            words += f" Measured in: {note.lr_unit}."
+            words += f" Unit: {note.lr_unit}."
         is_number = type(default) in (int, float) or isinstance(default, float)
         if is_number and not MEASURES.search(words):
             raise SystemExit(
@@ -217,14 +220,16 @@ for _ in range(3):
     optimizer.zero_grad()
 """
     if hasattr(class_of(name), "eval"):
-        loop = f"optimizer.train()\n{loop}optimizer.eval()  # to evaluate, and to save\n"
+        loop = f"optimizer.train()\n{loop}optimizer.eval()  # before you evaluate or save\n"
     return f"""\
 import torch
 from optimi_func import {cls}
 
 model = torch.nn.Linear(8, 4, bias=False)
 optimizer = {cls}(model.parameters(), lr={note.lr}{more})
-{loop}"""
+{loop}for name, x in optimizer.state[model.weight].items():
+    print(name, tuple(x.shape))
+"""
 
 
 def pure_program(name: str, note: Note) -> str:
@@ -250,9 +255,36 @@ for _ in range(3):
 {end}"""
 
 
-def shown(title: str, program: str) -> str:
-    """A program under its title, without tabs, which only the site would show."""
-    return f"{title}:\n\n```python\n{program}```"
+@contextmanager
+def uncompiled(cls: type) -> Generator[None]:
+    """Construct optimizers of this class with `compile=False`."""
+    constructor = cls.__init__
+
+    def eager(self: Any, *args: Any, **kwargs: Any) -> None:
+        constructor(self, *args, **kwargs, compile=False)
+
+    cls.__init__ = eager  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        cls.__init__ = constructor  # type: ignore[misc]
+
+
+def printed(name: str, program: str) -> str:
+    """Run a program without a compiler, and return what it prints."""
+    output = StringIO()
+    with uncompiled(class_of(name)), redirect_stdout(output):
+        exec(compile(program, name, "exec"), {"__name__": "page"})
+    return output.getvalue()
+
+
+def shown(title: str, program: str, output: str = "") -> str:
+    """Return a program under its title, and what it prints.
+
+    Tabs would be clearer on the site, but a reader of the Markdown could not read them.
+    """
+    text = f"\n\n```text\n{output}```" if output else ""
+    return f"{title}:\n\n```python\n{program}```{text}"
 
 
 def facts(name: str) -> list[str]:
@@ -261,17 +293,17 @@ def facts(name: str) -> list[str]:
     found = []
     if rule.whole is not None:
         found.append(
-            "Its direction is a function of the whole matrix: sharded, it is gathered."
+            "Each step needs the complete matrix, so a sharded matrix is gathered."
         )
     if rule.means is not None:
         found.append(
-            "It takes means over each tensor, for which gradient and state are read a "
-            "second time; sharded, they are one message per step."
+            "Each step computes means over each tensor, for which it reads gradient and "
+            "state a second time. For sharded tensors the means take one message per step."
         )
     if rule.accumulate is None:
         found.append(
-            'Gradient release with `accumulation="states"` is refused: its state is no '
-            "sum over gradients."
+            '[Gradient release](../release.md) with `accumulation="states"` raises, '
+            "because the state is not a sum over gradients. Accumulation in a buffer works."
         )
     return found
 
@@ -285,24 +317,33 @@ def page(name: str) -> str:
         f"```text\n{inspect.cleandoc(b)}\n```" if b.startswith("    ") else b
         for b in blocks
     )
+    program = class_program(name, note)
     parts = [
         f"# {documented.title}",
         f"<!-- Generated by docs/_build from the class and _notes/{name}.md. -->",
         f"**{cell(summary)}**",
-        body,
-        "## When, and when not",
-        note.text["When, and when not"],
-        "## Code",
-        shown("As a class", class_program(name, note)),
+        "## Programs",
+        shown(
+            "As a class (the program prints the state that it stores for a parameter)",
+            program,
+            printed(name, program),
+        ),
         shown("As pure functions", pure_program(name, note)),
+        "## The update",
+        body,
+        "## When to use it",
+        note.text["When to use it"],
         "## Hyperparameters",
+        note.text["Usual hyperparameters"],
         arguments(name, note, documented),
-        note.text["Usual ranges"],
-        "Options that every optimizer has (`compile`, `storage`, `cautious_decay`, ...) "
-        "are told [once](../reference/optimizers.md#optimi_func.optimizers.BaseOptimizer).",
+        "Every optimizer also has [the shared options]"
+        "(../reference/optimizers.md#optimi_func.optimizers.BaseOptimizer) `compile`, "
+        "`storage`, `cautious_decay` and others.",
         "## State",
-        f"Bytes a parameter, of tensors that were made for a {SIDE} x {SIDE} matrix when "
-        "this page was. With gradient release no gradient counts but the largest.",
+        f"For each parameter it stores {note.state}. The table has the bytes per "
+        f"element, measured on a {SIDE} x {SIDE} matrix. With [gradient release]"
+        "(../release.md), which frees each gradient inside backward, the last column "
+        "hardly exceeds the one before.",
         memory(name, note),
         "\n".join(f"- {fact}" for fact in facts(name)),
         "## Coming from elsewhere",
@@ -322,12 +363,22 @@ def index() -> str:
     rows = [
         "# Optimizers",
         "",
-        "All of them, in the order of the pure API. [Choose an optimizer](../choose.md) "
-        "says which one to take; each page has the update, its hyperparameters, code, "
-        "bytes and paper. Bytes are of the state, a parameter, beside float32 parameters "
-        "and beside bfloat16 ones as they are kept by default, with Kahan summation.",
+        "Every optimizer has a class, which replaces one of torch.optim, and a pure "
+        "function. Its page has programs to copy, the update, usual hyperparameters and "
+        "bytes. To decide between them, read [Choose an optimizer](../choose.md).",
         "",
-        "| class | pure | what it does | float32 | bfloat16 |",
+        "```python",
+        INDEX_PROGRAM + "```",
+        "",
+        "```text",
+        "-0.001 -0.001",
+        "```",
+        "",
+        "The last two columns are the bytes of state per parameter: for float32 "
+        "parameters, and for bfloat16 parameters with the default storage, whose Kahan "
+        "compensation takes 2 of these bytes.",
+        "",
+        "| class | pure function | what it does | float32 | bfloat16 |",
         "|---|---|---|---|---|",
     ]
     for name in names():
@@ -343,27 +394,41 @@ def index() -> str:
             f"| {state[1]} |"
         )
     note = (
-        "`MuonAdamW` and `Mixed` put [several rules into one optimizer]"
-        "(../reference/optimizers.md#optimi_func.Mixed). [`LBFGS`](../populations.md#fits) "
-        "is for losses without noise, and `lbfgs` for many small problems at once."
+        "`MuonAdamW` and `Mixed` combine [several of these in one optimizer]"
+        "(../choose.md#muon-for-the-matrices-adamw-for-the-rest). "
+        "[`LBFGS`](../populations.md#fits) is for losses without noise, and `lbfgs` solves "
+        "many small problems at once."
     )
     keys = """
 ## Names in the state
 
-Moments have the names that torch.optim gives them, where it has the optimizer, and are
-stored without the bias correction. So its states load, and these go back. Parameters of 16
-bits also have `kahan_comp`, unless Kahan summation is off.
+Moments have the names of torch.optim where it has the optimizer, and are stored without
+bias correction. State dicts therefore load from torch.optim and back. 16-bit parameters
+also have `kahan_comp`, unless Kahan summation is off.
 """
     shapes = """
-- Adafactor's `row_var` is (..., rows, 1), `col_var` (..., 1, columns), and `variance` of a
-  vector. What a parameter does not need has no elements. NorMuon's `second_momentum_buffer`
-  is (..., rows, 1). SOAP's `exp_avg` and `exp_avg_sq` are in its bases.
-- A centered RMSprop has both squares in float32 or wider, SOAP and Shampoo all of it.
-- The schedule-free classes have `train_param` in eval mode.
+- Adafactor's `row_var` has the shape (..., rows, 1), its `col_var` (..., 1, columns), and
+  its `variance` the shape of a vector. A tensor that a parameter does not need is empty.
+- NorMuon's `second_momentum_buffer` has the shape (..., rows, 1).
+- SOAP's `exp_avg` and `exp_avg_sq` are expressed in its bases.
+- A centered RMSprop stores both of its means in float32 or wider. SOAP and Shampoo store
+  everything in float32 or wider.
+- The schedule-free classes store `train_param`, the trained weights, in eval mode.
 """
     return "\n".join([*rows, "", note, keys, entries(names()), shapes.lstrip("\n")])
 
 
+INDEX_PROGRAM = """\
+import torch
+from optimi_func import AdamW, adamw
+
+p = torch.zeros((), requires_grad=True)
+AdamW([p], lr=1e-3).step(p.backward)
+
+w, g, optimizer = torch.zeros(()), torch.ones(()), adamw(lr=1e-3)
+w, state = optimizer.step(w, g, optimizer.init(w))
+print(round(p.item(), 6), round(w.item(), 6))
+"""
 ROW = re.compile(r"^\| \[`\w+`\]\(optimizers/(\w+)\.md\)", re.M)
 USUAL = {"l2": "L2", "decoupled": "decoupled", "proximal": "proximal"}
 
@@ -388,11 +453,8 @@ def coded(found: Iterable[str]) -> str:
 
 
 def glance(order: list[str]) -> str:
-    """The table to choose by: purposes, states in words, bytes without the gradient."""
-    rows = [
-        "| optimizer | for | state per parameter | float32 | bfloat16 | compact |",
-        "|---|---|---|---|---|---|",
-    ]
+    """Return the table to choose by: purposes, and bytes without the gradient."""
+    rows = ["| optimizer | for | float32 | bfloat16 | compact |", "|---|---|---|---|---|"]
     for name in order:
         note = Note.of(name)
         found = [dict(kept(name, options)) for options in {"": 0, note.options: 0}]
@@ -403,8 +465,7 @@ def glance(order: list[str]) -> str:
             cells.append(" or ".join(texts) or "-")
         title = class_of(name).__name__
         rows.append(
-            f"| [`{title}`](optimizers/{name}.md) | {note.purpose} | {note.state} "
-            f"| {' | '.join(cells)} |"
+            f"| [`{title}`](optimizers/{name}.md) | {note.purpose} | {' | '.join(cells)} |"
         )
     return "\n".join(rows) + "\n"
 

@@ -155,10 +155,10 @@ class Names:
         """Return parameters that have left the groups since these were noted.
 
         Such a one may have moved to a place that became free, and be what was replaced
-        there. Frozen ones are only taken out.
+        there.
         """
         ids = [i for ids, *_ in self._lists.values() for i in ids if i not in stay]
-        return [p for p, _ in map(self._pairs.__getitem__, ids) if p.requires_grad]
+        return [self._pairs[i][0] for i in ids]
 
     def _read(
         self, written: list[Group], groups: list[Group], holders: dict[str, int]
@@ -199,10 +199,9 @@ class Names:
             if pairs and all([self._fits(p, name, taken) for p, name in pairs]):
                 new += [(p, name) for p, name in pairs if self.get(p) is None]
                 continue
-            found = [name for name in names if name in fresh]
             same = {*ids} == {id(p) for p in params} - {*map(id, unknown)}
-            if pairs and same and len(unknown) == len(found) == 1:
-                new.append((unknown[0], found[0]))
+            if pairs and same and len(unknown) == len(fresh) == 1:
+                new.append((unknown[0], *fresh))
                 continue
             for p, name in pairs:
                 if name in fresh:

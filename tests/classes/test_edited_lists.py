@@ -370,14 +370,31 @@ def test_a_replaced_parameter_is_not_named_after_one_that_was_taken_out() -> Non
     assert names_in(optimizer) == [["layer1"], ["layer0", "layer3"]]
 
 
-@pytest.mark.parametrize("clear", ["frozen", "shape"])
-def test_a_replaced_parameter_has_its_name_if_no_other_fits(clear: str) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("fits", [False, True])
+def test_a_replaced_parameter_has_its_name_if_no_other_fits(
+    frozen: bool, fits: bool
+) -> None:
     optimizer, ps = named({}, {})
     first, second = optimizer.param_groups
-    new = parameter(9, 2 if clear == "frozen" else 5)
-    ps[0].requires_grad_(clear != "frozen")
-    second["params"], first["params"] = [new, ps[3]], [ps[1]]
-    assert names_in(optimizer) == [["layer1"], ["layer2", "layer3"]]
+    ps[0].requires_grad_(not frozen)
+    second["params"], first["params"] = [parameter(9, 2 if fits else 5), ps[3]], [ps[1]]
+    if not fits:
+        assert names_in(optimizer) == [["layer1"], ["layer2", "layer3"]]
+        return
+    with pytest.raises(ValueError, match=r"param_groups\[1\]\['params'\]\[0\].* no name"):
+        optimizer.state_dict()
+
+
+def test_one_new_name_is_not_that_of_one_new_parameter_if_there_are_more() -> None:
+    """adapter0 was taken out again, and adapter1 moved to the other group."""
+    optimizer, (_, _, c, d) = named({}, {})
+    first, second = optimizer.param_groups
+    second["param_names"] = [*second["param_names"], "adapter0"]
+    first["param_names"] = [*first["param_names"], "adapter1"]
+    second["params"] = [parameter(9, 2), c, d]
+    with pytest.raises(ValueError, match=r"param_groups\[1\]\['params'\]\[0\].* no name"):
+        optimizer.state_dict()
 
 
 def test_one_without_a_name_takes_none_when_it_moves() -> None:

@@ -118,7 +118,8 @@ def MuonAdamW(  # noqa: D417
         adjust_lr_fn: Muon's.
         ns_dtype: Muon's.
         split: Muon's, by name or pattern, as {"*.qkv.weight": 3, "*.o_proj.weight":
-            {"columns": 12}}. Rows are outputs, also if stored as (inputs, outputs).
+            {"columns": 12}}. Rows are outputs. A layer that stores (inputs, outputs), as
+            GPT-2's, needs {"rows": 3}, because its outputs are columns of the tensor.
         element_beta: Muon's: AdaMuon.
         hyperball: Muon's. Hidden matrices do not decay then, and lr is a share of their
             norms, so that AdamW needs an adamw_lr.
@@ -234,10 +235,26 @@ def _kinds(
         weight = weight and hidden.kind(name) != EMBEDDED
         kind = 0 if name in parts_of else 2 - (all_decay or weight)
         transposed = hidden.kind(name) == TRANSPOSED
-        own = _Kind(kind, parts_of.get(name), transposed, factors[name])
+        own = _Kind(kind, _split_of(name, parts_of, transposed), transposed, factors[name])
         key = kind, as_layout(own.split, transposed), own.factor  # two splits may be equal
         kinds.setdefault(key, (own, []))[1].append(name)
     return sorted(kinds.values(), key=lambda item: item[0].kind)
+
+
+def _split_of(name: str, parts: Mapping[str, Any], transposed: bool) -> Any:
+    """Return how a matrix is split, if it says which side where rows are not outputs.
+
+    GPT-2's query, key and value are columns of the tensor that is stored, and rows of the
+    matrix that Muon takes. A number alone could mean either.
+    """
+    split = parts.get(name)
+    if transposed and split is not None and not isinstance(split, Mapping):
+        raise ValueError(
+            f"split={{{name!r}: {split!r}}}, whose layer stores (inputs, outputs): write "
+            f'{{"rows": {split!r}}} to split its outputs, as the query, key and value of '
+            f'GPT-2, or {{"columns": {split!r}}} to split its inputs'
+        )
+    return split
 
 
 class _Kind(NamedTuple):
@@ -318,9 +335,11 @@ class LateChooser:
             number = 2 - (self._all_decay or (weight and kind != EMBEDDED))
             if rule == rules[0] or (rule is None and kind in MATRICES):
                 number = 0
-            split = self._of("split", name, None) if number == 0 else None
+            transposed = number == 0 and kind == TRANSPOSED
+            own_split = self._of("split", name, None) if number == 0 else None
+            split = _split_of(name, {name: own_split}, transposed)
             factor = self._of("lr_multipliers", name, 1.0)
-            how = _Kind(number, split, number == 0 and kind == TRANSPOSED, factor)
+            how = _Kind(number, split, transposed, factor)
             options = self._of("overrides", name, {})
             key = number, as_layout(split, how.transposed), factor, id(options)
             if key not in found:

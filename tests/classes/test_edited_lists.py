@@ -174,7 +174,9 @@ class Program:
                 for p in group["params"]
                 if p in self.optimizer.state
             }
-            if all(x["d"] != group["d"] for x in entries.values()):
+            if not entries:
+                group.pop("d", None)  # nothing is left of what it was computed from
+            if all(x["d"] != group.get("d") for x in entries.values()):
                 for p in entries:  # all came from another group: as the error says
                     del self.optimizer.state[p]
 

@@ -634,11 +634,26 @@ def test_layers_that_store_inputs_first_are_found() -> None:
             MuonAdamW(model, **given)
 
 
+@pytest.mark.parametrize("split", [3, [6, 6, 6]])
+def test_a_split_of_layers_that_store_inputs_first_says_which_side(split: Any) -> None:
+    model = stored_by_inputs()
+    with pytest.raises(
+        ValueError, match=r"c_attn.weight'.*write \{\"rows\": .*\"columns\""
+    ):
+        MuonAdamW(model, split={"c_attn.weight": split})
+    layers = {"c_attn_0": nn.Linear(6, 18), "lm_head": nn.Linear(18, 9)}
+    late: Any = nn.ModuleDict(layers).double()
+    optimizer = MuonAdamW(late, split={"c_attn*": split}, **EAGER)
+    late["c_attn_1"] = new = Conv1D(18, 6)
+    with pytest.raises(ValueError, match="stores"):
+        optimizer.add_param_group({"params": [("c_attn_1.weight", new.weight)]})
+
+
 @pytest.mark.parametrize("row_beta", [None, 0.9])
 def test_layers_that_store_inputs_first_step_as_linear_ones(row_beta: Any) -> None:
     """The transposes of both move alike: parts of outputs, rows, s."""
     split: Any = {
-        "c_attn.weight": 3,
+        "c_attn.weight": {"rows": 3},
         "c_proj.weight": {"columns": 3},
         "experts.*": {"rows": 2, "repeats": 4},
     }

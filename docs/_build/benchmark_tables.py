@@ -426,15 +426,20 @@ def loss_of(x: float | None) -> str:
     return f"{x:.2g}" if x < 0.1 else f"{x:.3f}"
 
 
-def by_task(rows: Rows, after: Sequence[str] = ()) -> str:
-    """Rows with a column for each task, others after them, and their source."""
+def which_source() -> str:
+    """Name the source of the numbers of which.md."""
     said = source(load(WHICH))
     if added := load(WHICH).get("added"):
         about = next(iter(added.values()))
         said += f" · \\* {about['name']}, {about['date']}"
     if timed := load(WHICH).get("timed"):
         said += f" · times: {timed['name']}, 1 thread, {timed['date']}"
-    return table([["", *tasks(), *after], *rows], said)
+    return said
+
+
+def by_task(rows: Rows) -> str:
+    """Return rows with a column for each task, and their source."""
+    return table([["", *tasks()], *rows], which_source())
 
 
 def times_of(cell: Any) -> tuple[float, float]:
@@ -445,32 +450,49 @@ def times_of(cell: Any) -> tuple[float, float]:
 
 
 def which_loss() -> str:
-    """Tabulate final losses with half their spread; lr, bytes and step in "language"."""
+    """Tabulate final losses with half their range."""
     rows: Rows = []
     for name in contenders():
-        found = cells(name)
         row = [title(name)]
-        for cell in found.values():
+        for cell in cells(name).values():
             half = (max(cell["final"]) - min(cell["final"])) / 2
             row.append(f"{loss_of(mean(cell['final']))} ±{half:.1g}")
-        own = found["language"]
+        rows.append(row)
+    return by_task(rows)
+
+
+def which_cost() -> str:
+    """Tabulate the best lr, the bytes and the time of a step in "language"."""
+    rows: Rows = [["", "best lr", "bytes per parameter", "time of a step, of AdamW's"]]
+    for name in contenders():
+        own = cells(name)["language"]
         step, _ = times_of(own)
-        rows.append([*row, f"{own['lr']:.2g}", f"{own['bytes']:.1f}", f"{step:.1f}"])
-    return by_task(rows, after=("lr", "bytes", "step"))
+        rows.append([title(name), f"{own['lr']:.2g}", f"{own['bytes']:.1f}", f"{step:.1f}"])
+    return table(rows, which_source())
 
 
-def which_steps() -> str:
-    """Tabulate steps and time to AdamW's final loss, as shares of AdamW's."""
+def to_reference(timed: bool) -> str:
+    """Tabulate the way to AdamW's final loss, as shares of AdamW's steps or time."""
     rows: Rows = []
     for name in contenders():
         row = [title(name)]
         for task, cell in cells(name).items():
             share = (cell["steps"] or 0.0) / tasks()[task]["steps"]
             _, pace = times_of(cell)
-            row.append(f"{share:.2f}, {share * pace:.2f}" if share else "-")
+            row.append(f"{share * (pace if timed else 1.0):.2f}" if share else "-")
         if name != "AdamW" and set(row[1:]) != {"-"}:
             rows.append(row)
     return by_task(rows)
+
+
+def which_steps() -> str:
+    """Tabulate steps to AdamW's final loss."""
+    return to_reference(timed=False)
+
+
+def which_time() -> str:
+    """Tabulate time to AdamW's final loss."""
+    return to_reference(timed=True)
 
 
 def tables() -> dict[str, str]:
@@ -478,7 +500,7 @@ def tables() -> dict[str, str]:
     made = [steps, uncompiled, large, rules, classes, eager_classes, host_cost]
     made += [storage_errors, storage, peers, turns, population, train_step, loss]
     made += [headline, lbfgs, plan, plan_llama, first, release, accumulation, muon]
-    made += [which_loss, which_steps]
+    made += [which_loss, which_cost, which_steps, which_time]
     return {make.__name__: make() for make in made}
 
 

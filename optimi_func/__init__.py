@@ -39,8 +39,8 @@ from optimi_func.utils import to_low_precision as to_low_precision
 if not TYPE_CHECKING:  # type checkers would find every name
     from optimi_func.core.checks import missing as __getattr__  # noqa: F401
 
-# `functional.Number`: too general a name for the package.
-del Number, TYPE_CHECKING  # noqa: F821
+# Names of types in `functional` that are too general for the package.
+del Number, PyTree, Scalar, TYPE_CHECKING  # noqa: F821
 
 _INNER = set(
     "classes core execution extra fitting gradient_release optimizers pure state "

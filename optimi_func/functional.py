@@ -5,13 +5,22 @@ Each rule has three names. `adamw(lr=...)` binds all hyperparameters and returns
 state, lr=...)` makes a step. Arguments are never written to, results share no memory with
 them, and everything composes with torch.compile, vmap, grad and jvp.
 
-A parameter tree is anything torch.utils._pytree flattens into floating tensors. A gradient
-tree has its structure; a parameter whose gradient is None does not change, nor does its
-state. Hyperparameters are floats, 0-d tensors, or callables of the 0-based step, a 0-d
-tensor, that return a number (in a graph a 0-d tensor: see `schedules`). lr and weight_decay
-may also be prefixes of the parameter tree, with a number for each subtree.
+`params` is a pytree: a tensor, or any nesting of dicts, lists, tuples and registered
+classes with floating-point or complex tensors in it. `grads` has the same structure. Where
+a gradient is None, the parameter and its state are returned unchanged.
+
+The types in signatures are these:
+
+- `Scalar`: a float or a 0-d tensor.
+- `Number`: a Scalar or a schedule. A schedule is a function that receives the number of
+  steps taken so far (a 0-d tensor) and returns a Scalar, or a 0-d tensor in a compiled
+  graph: see `schedules`. lr and weight_decay may also be trees, with a number for each part
+  of `params`.
+- `PyTree`: any nesting of containers, as above.
 """
 
+from optimi_func.core.rule import PyTree as PyTree
+from optimi_func.core.rule import Scalar as Scalar
 from optimi_func.core.rule import Storage as Storage
 from optimi_func.fitting.lbfgs import lbfgs as lbfgs
 from optimi_func.optimizers.adadelta import *

@@ -67,23 +67,32 @@ def _leaves(tree: PyTree) -> Sequence[object]:
 class FunctionalOptimizer(Kept):
     """An optimizer as a value, for example `adamw(lr=...)`: a rule and its hyperparameters.
 
-    Each optimizer is a subclass, with its own hyperparameters as further fields. Each is a
-    float, a 0-d tensor or a callable of the 0-based step; lr and weight_decay may also be
-    prefixes of the parameter tree.
+    Each optimizer is a subclass, with its own hyperparameters as further fields. A
+    hyperparameter is a float, a 0-d tensor or a schedule: a function of the number of steps
+    taken so far. lr and weight_decay may also be prefixes of the parameter tree.
 
     Args:
-        lr: Learning rate.
-        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
-            lr / max_lr.
-        decouple_lr: Fully decouple weight decay from lr.
-        max_lr: The largest scheduled lr; needed for decouple_lr and corrected_decay with a
-            schedule.
+        lr: Learning rate, at least 0.
+        weight_decay: Coefficient of weight decay, at least 0. It is multiplied by lr, or by
+            lr / max_lr if `decouple_lr` is True.
+        decouple_lr: Multiply weight decay by lr / max_lr instead of lr, so that it does not
+            depend on how large the learning rate is.
+        max_lr: The largest value that lr will have, as a number. It is needed for
+            `decouple_lr` and `corrected_decay` if lr is a schedule or a tensor.
         maximize: Maximize the objective instead of minimizing it.
-        cautious_decay, corrected_decay, cautious: See `optimizers.BaseOptimizer`.
+        cautious_decay: Decay an element only if the step moves it towards 0 or does not
+            move it (arXiv:2510.12402). Raises if weight decay is added to the gradient.
+        corrected_decay: Multiply weight decay by lr^2 / max_lr instead of lr, so that it
+            fades together with the schedule (AdamC, arXiv:2506.02285). Raises together with
+            `decouple_lr`.
+        cautious: Move an element only if direction and gradient have the same sign, and
+            divide its move by the share of such elements, but multiply it by at most 1000
+            (arXiv:2411.16085). Weight decay does not change. Rules whose direction mixes
+            the elements of a matrix (Muon, SOAP), Prodigy and Schedule-Free raise.
 
     Raises:
-        ValueError: A hyperparameter out of its range.
-        TypeError: A hyperparameter that is no number.
+        ValueError: A hyperparameter is out of range.
+        TypeError: A hyperparameter is not a number.
     """
 
     # Keywords that take no number, so that `check` alone can check them.

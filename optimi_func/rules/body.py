@@ -49,6 +49,7 @@ from optimi_func.pure.tree import (
     init_tree,
     path_of,
 )
+from optimi_func.rules.helping import help_of_init, help_of_step, help_of_value, named
 from optimi_func.rules.making import NAMES, RATES, Making, first_values, init_draws
 from optimi_func.state.convert import Counterparts
 
@@ -581,11 +582,7 @@ def _pure(cls: type[Body]) -> type[OwnRule]:
         our_options=lambda group: coupled if "decouple_lr" in group else {}
     )
     options = sorted(cls._own.values(), key=lambda x: x.keyword)
-    name, parts, of = cls._name, "`init` and `step`", " of parameters"
-    if hasattr(cls, "eval_point"):
-        parts, of = "`init`, `step` and `eval_params`", ""
-    about = inspect.cleandoc(cls.__doc__ or "").partition("\n\nReferences:")[0]
-    about = about.replace("`BaseOptimizer`", "`FunctionalOptimizer`")
+    name = cls._name
     written = chain(*[vars(base).values() for base in cls.__mro__])
     value = make_dataclass(
         name or cls.__name__,
@@ -599,9 +596,7 @@ def _pure(cls: type[Body]) -> type[OwnRule]:
             "entry_fields": frozenset(chain(*[getattr(x, "_fields", ()) for x in written])),
             "choices": tuple([x.name for x in options if not x.number]),
             "counterparts": counterparts,
-            "__doc__": f"`{cls.__name__}` as a value: {parts} over a tree{of}.\n\n{about}"
-            if name
-            else f"The rule of `{cls.__name__}`, with `init` and `step` over trees.",
+            "__doc__": None,
             "__module__": cls.__module__,
             "__qualname__": name or f"{cls.__qualname__}.pure",
         },
@@ -610,6 +605,10 @@ def _pure(cls: type[Body]) -> type[OwnRule]:
         repr=False,
     )
     check_calls(value)
+    signature = inspect.signature(value).replace(return_annotation=FunctionalOptimizer)
+    value.__signature__ = signature = named(signature)
+    call, names = name or f"{cls.__name__}.pure", [*signature.parameters]
+    value.__doc__ = help_of_value(cls, call, names)
     return value
 
 
@@ -673,12 +672,10 @@ def _init_function(value: type[OwnRule]) -> InitFunction:
     first, _ = shown.parameters.values()
     _, _, *more = inspect.signature(FunctionalOptimizer.init).parameters.values()
     shown = shown.replace(parameters=[first, *[own[name] for name in names], *more])
-    init.__signature__ = shown  # pyright: ignore[reportFunctionMemberAccess]
+    init.__signature__ = named(shown)  # pyright: ignore[reportFunctionMemberAccess]
     init.__name__ = init.__qualname__ = f"{value.__name__}_init"
     init.__module__ = value.__module__
-    init.__doc__ = (
-        f"Fresh {value.__name__} state for params: see `FunctionalOptimizer.init`."
-    )
+    init.__doc__ = help_of_init(value.owner, value.__name__, names)
     known = {*shown.parameters}
     return init
 
@@ -700,7 +697,7 @@ def step_function(factory: Callable[P, FunctionalOptimizer]) -> StepFunction[P]:
             # A class in a class is pickled by getattr, which weights_only refuses.
             kind.__qualname__ = name.rpartition(".")[2]
     torch.serialization.add_safe_globals([x if x[1] else x[0] for x in kinds])
-    return _step_function(factory, _pure_step, f"{factory.__name__}_step")
+    return _step_function(factory, _pure_step, f"{factory.__name__}_step", "pure")
 
 
 def _is_record(x: object) -> bool:
@@ -713,13 +710,13 @@ def compiled_functions(
 ) -> tuple[StepFunction[P], StepFunction[P]]:
     """Make the compiled `lion_step`, for example, and `lion_step_`, which is in place."""
     name = f"compiled_{factory.__name__}_step"
-    return _step_function(factory, step, name), _step_function(factory, step_, f"{name}_")
+    pure = _step_function(factory, step, name, "compiled")
+    return pure, _step_function(factory, step_, f"{name}_", "in place")
 
 
 def _pure_step(
     optimizer: FunctionalOptimizer, params: PyTree, grads: PyTree, state: TreeState
 ) -> tuple[PyTree, TreeState]:
-    """Step by operations that torch can trace: see `FunctionalOptimizer.step`."""
     return optimizer.step(params, grads, state)
 
 
@@ -727,6 +724,7 @@ def _step_function(
     factory: Callable[P, FunctionalOptimizer],
     run: Callable[..., tuple[PyTree, TreeState]],
     name: str,
+    kind: str,
 ) -> StepFunction[P]:
     make = cast(type[FunctionalOptimizer], factory).kept
 
@@ -741,13 +739,15 @@ def _step_function(
     step.__code__ = step.__code__.replace(co_name=name)
     keywords = inspect.signature(factory)
     trees = list(inspect.signature(step).parameters.values())[:3]
-    step.__signature__ = keywords.replace(  # pyright: ignore[reportFunctionMemberAccess]
+    shown = keywords.replace(
         parameters=[*trees, *keywords.parameters.values()],
         return_annotation=tuple[PyTree, TreeState],
     )
+    step.__signature__ = named(shown)  # pyright: ignore[reportFunctionMemberAccess]
     step.__name__ = step.__qualname__ = name
     step.__module__ = factory.__module__
-    step.__doc__ = f"{run.__doc__}\n\n{factory.__doc__}"
+    owner: type[object] = cast(Any, factory).owner
+    step.__doc__ = help_of_step(owner, factory.__name__, kind, [*keywords.parameters])
     return step
 
 

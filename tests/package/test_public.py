@@ -1,6 +1,7 @@
 """The public surface: names, documentation, layers of imports, versions, private torch."""
 
 import ast
+import doctest
 import functools
 import inspect
 import os
@@ -66,11 +67,65 @@ def test_documentation(name: str) -> None:
         assert set(inspect.signature(thing).parameters) <= {*entries[0], *entries[1]}
     # Told once: what is the optimizer's own on the class, what all have on the base.
     assert set(entries[0]) & set(entries[1]) <= {"params", "lr"}
-    assert f"`{cls.__name__}` as a value" in inspect.getdoc(getattr(functional, name))
+    about = inspect.getdoc(getattr(functional, name))
+    assert about.startswith(
+        f"{cls.__name__} as pure functions, with fixed hyperparameters."
+    )
     step = getattr(functional, f"{name}_step")
     keywords = list(inspect.signature(getattr(functional, name)).parameters)
     assert list(inspect.signature(step).parameters)[:3] == ["params", "grads", "state"]
     assert list(inspect.signature(step).parameters)[3:] == keywords
+
+
+def entries(text: str, heading: str) -> list[str]:
+    """The names that a section of a docstring explains."""
+    section = text.partition(f"\n{heading}:\n")[2].partition("\n\n")[0]
+    return re.findall(r"^    ([\w(), ]+): ", section, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_of_generated_functions(name: str) -> None:
+    """It explains each argument, the result and the errors, and names types."""
+    from optimi_func import compiled
+
+    cls = public_class(name).__name__
+    made = {end: getattr(functional, name + end) for end in ("", "_init", "_step")}
+    made |= {f"compiled{end}": getattr(compiled, name + end) for end in ("_step", "_step_")}
+    for end, function in made.items():
+        text, signature = inspect.getdoc(function), inspect.signature(function)
+        assert entries(text, "Args") == list(signature.parameters), end
+        assert {"TypeError", "ValueError"} <= {*entries(text, "Raises")}, end
+        assert cls in text.splitlines()[0]
+        assert "collections.abc" not in str(signature) and "float |" not in str(signature)
+        assert "see `FunctionalOptimizer" not in text
+        assert max(map(len, text.splitlines())) <= 92, end
+        if end:
+            assert "\nReturns:\n    " in text
+    assert str(inspect.signature(made["_step"])).endswith("-> tuple[PyTree, TreeState]")
+    assert "lr: Number" in str(inspect.signature(made["_step"]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("end", ["", "_init", "_step"])
+def test_examples_in_the_help_of_generated_functions(name: str, end: str) -> None:
+    function = getattr(functional, name + end)
+    names = {"torch": torch, **vars(functional)}
+    test = doctest.DocTestParser().get_doctest(function.__doc__, names, name, None, 0)
+    assert len(test.examples) >= 2
+    assert doctest.DocTestRunner().run(test).failed == 0
+
+
+@pytest.mark.full
+@pytest.mark.kernels
+@pytest.mark.parametrize("end", ["_step", "_step_"])
+def test_examples_in_the_help_of_compiled_functions(end: str) -> None:
+    from optimi_func import compiled
+
+    names = {"torch": torch, "compiled": compiled, **vars(functional)}
+    text = getattr(compiled, f"adamw{end}").__doc__
+    test = doctest.DocTestParser().get_doctest(text, names, end, None, 0)
+    assert len(test.examples) == 5
+    assert doctest.DocTestRunner().run(test).failed == 0
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -49,7 +49,13 @@ from optimi_func.pure.tree import (
     init_tree,
     path_of,
 )
-from optimi_func.rules.helping import help_of_init, help_of_step, help_of_value, named
+from optimi_func.rules.helping import (
+    example_of_value,
+    help_of_init,
+    help_of_step,
+    help_of_value,
+    named,
+)
 from optimi_func.rules.making import NAMES, RATES, Making, first_values, init_draws
 from optimi_func.state.convert import Counterparts
 
@@ -607,8 +613,7 @@ def _pure(cls: type[Body]) -> type[OwnRule]:
     check_calls(value)
     signature = inspect.signature(value).replace(return_annotation=FunctionalOptimizer)
     value.__signature__ = signature = named(signature)
-    call, names = name or f"{cls.__name__}.pure", [*signature.parameters]
-    value.__doc__ = help_of_value(cls, call, names)
+    value.__doc__ = help_of_value(cls, [*signature.parameters])
     return value
 
 
@@ -655,6 +660,7 @@ def functions(
     The init takes the options that its State depends on.
     """
     value: Any = cast(Any, cls).pure
+    value.__doc__ += example_of_value(value.owner, value.__name__)
     return value, _init_function(value), step_function(value)
 
 

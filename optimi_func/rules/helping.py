@@ -6,9 +6,9 @@ docstring of the rule's class and of its bases.
 
 import inspect
 import re
-from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from weakref import WeakKeyDictionary
 
 from optimi_func.core.rule import PyTree, Scalar
 from optimi_func.pure.functional import FunctionalOptimizer, Number
@@ -47,8 +47,9 @@ _PURE = (
     "transform it."
 ).replace(" \n", "\n")
 _COMPILED = (
-    "Does what `optimi_func.{name}_step` does, by kernels that are compiled once for each\n"
-    "combination of dtypes. It cannot be differentiated or transformed."
+    "Computes what `optimi_func.{name}_step` does, with kernels that are\n"
+    "compiled once for each combination of dtypes. It cannot be differentiated or "
+    "transformed."
 )
 _EVALUATED = (
     "\n\nTrain with the parameters that are returned, and evaluate the model with the\n"
@@ -142,14 +143,21 @@ def _arguments(text: str) -> dict[str, str]:
     return found
 
 
-@cache
 def _own_arguments(cls: type) -> dict[str, str]:
     return _arguments(inspect.cleandoc(vars(cls).get("__doc__") or ""))
 
 
-@cache
+_KNOWN = WeakKeyDictionary[type, About]()  # a class that is defined again is freed
+
+
 def about(cls: type) -> About:
-    """Read the docstrings of a class and its bases."""
+    """Read the docstrings of a class and its bases, once."""
+    if cls not in _KNOWN:
+        _KNOWN[cls] = _read(cls)
+    return _KNOWN[cls]
+
+
+def _read(cls: type) -> About:
     bases = cls.__mro__[::-1]
     told: dict[str, str] = {}
     for base in bases:
@@ -240,14 +248,13 @@ def help_of_init(cls: type, name: str, names: list[str]) -> str:
     )
 
 
-def help_of_value(cls: Any, name: str, names: list[str]) -> str:
+def help_of_value(cls: type, names: list[str]) -> str:
     """Return the docstring of `adamw`, for example, or of a user's `SignSGD.pure`."""
-    known, functions, evaluate = about(cls), "`init` and `step`", ""
+    known, functions = about(cls), "`init` and `step`"
     if hasattr(cls, "eval_point"):
         functions = "`init`, `step` and\n`eval_params`"
-        evaluate = "\n>>> averaged = optimizer.eval_params(params, state)"
     arguments = _hyperparameters(cls, names)
-    text = (
+    return (
         f"{known.title} as pure functions, with fixed hyperparameters.\n\n"
         f"The functions are its methods, which do not write to their arguments: {functions}"
         f".\n\n{known.update}\n\n{_NUMBERS}\n\nArgs:\n{arguments}\n"
@@ -256,11 +263,15 @@ def help_of_value(cls: Any, name: str, names: list[str]) -> str:
         "    ValueError: A hyperparameter is out of range, or two of them exclude each "
         "other."
     )
-    if not cls._name:  # a user's rule may need other parameters, or extras
-        return text
+
+
+def example_of_value(cls: type, name: str) -> str:
+    """Return the lines that `functions` adds: other rules may need extras or matrices."""
+    evaluate = ""
+    if hasattr(cls, "eval_point"):
+        evaluate = "\n>>> averaged = optimizer.eval_params(params, state)"
     return (
-        f"{text}\n\n"
-        f">>> optimizer = {name}(lr=0.1)\n"
+        f"\n\n>>> optimizer = {name}(lr=0.1)\n"
         '>>> params = {"weight": torch.ones(4, 2)}\n'
         ">>> state = optimizer.init(params)\n"
         '>>> grads = {"weight": torch.ones(4, 2)}\n'

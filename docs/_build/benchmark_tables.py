@@ -102,6 +102,13 @@ def uncompiled() -> str:
     return of_steps(ways)
 
 
+def uncompiled_kahan() -> str:
+    """Tabulate steps with Kahan summation that need no compiler."""
+    ways = {"optimi_func": "compiled", "compile=False": "`compile=False`"}
+    ways["optimi"] = "optimi 0.3.3"
+    return of_steps([("bfloat16 + Kahan", way, title) for way, title in ways.items()])
+
+
 def large() -> str:
     """Peers that compile no more than a few tensors."""
     ways = ["optimi_func", "torch.compile", "heavyball", "torchao 8-bit"]
@@ -497,7 +504,16 @@ def which_time() -> str:
 
 def tables() -> dict[str, str]:
     """Every table by its name in a page."""
-    made = [steps, uncompiled, large, rules, classes, eager_classes, host_cost]
+    made = [
+        steps,
+        uncompiled,
+        uncompiled_kahan,
+        large,
+        rules,
+        classes,
+        eager_classes,
+        host_cost,
+    ]
     made += [storage_errors, storage, peers, turns, population, train_step, loss]
     made += [headline, lbfgs, plan, plan_llama, first, release, accumulation, muon]
     made += [which_loss, which_cost, which_steps, which_time]

@@ -38,9 +38,9 @@ QUESTIONS := $(if $(filter cuda,$(DEVICE)),gpu,step_time host_cost turns \
 .PHONY: help install train test test-full test-all soak cuda-offline nightly bench docs docs-serve docs-test lint format clean
 
 help:
-	@echo "make train   train a small GPT five ways and compare the optimizers (minutes)"
-	@echo "make test    run the tests of every behaviour, mostly uncompiled (5 minutes)"
-	@echo "make test-full  run the others: more kernels, processes, trainers (8 minutes)"
+	@echo "make train   train a small GPT five ways and compare the optimizers (4 minutes)"
+	@echo "make test    run the fast tests, mostly without compiling (5 minutes)"
+	@echo "make test-full  run the slow tests: more kernels, processes, trainers (8 minutes)"
 	@echo "make test-all   both, as before a merge"
 	@echo "make soak    run two rows of each of the widest tables; ROWS=9: more of them"
 	@echo "make cuda-offline  assemble and interpret the CUDA kernels, without a GPU (minutes)"
@@ -67,6 +67,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: $$($(PYTHON) --version 2>&1) is too old: optimi_func needs" \
 		"Python 3.11 or newer; name one with make PYTHON=..." >&2; exit 1; }
+	@echo "Preparing $(VENV): pip downloads torch and the rest of the tools, for a few minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -e '.[test,lint,examples]' -c $(CONSTRAINTS)
 	@touch $@

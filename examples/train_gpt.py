@@ -1,33 +1,34 @@
-"""Train a small GPT five ways side by side and compare the optimizers.
+"""Train a small GPT five ways at the same time and compare the optimizers.
 
+    python examples/train_gpt.py                # about 4 minutes on two cores
+    python examples/train_gpt.py --seeds 5      # mean and standard error over five seeds
     python examples/train_gpt.py --compute float32 bfloat16
 
-The same byte-level GPT learns real English text (the Python language reference that
-ships with Python, or any text file) in five runs:
+A byte-level GPT with 468,224 parameters learns English text: the Python language
+reference that is part of Python, or a text file that you pass with ``--text``. Five runs
+are compared:
 
-* ``float32``: ``torch.optim.AdamW`` on float32 parameters, the reference;
-* ``bfloat16``: ``torch.optim.AdamW`` on bfloat16 parameters;
-* ``bfloat16 + Kahan``: ``optimi_func.AdamW`` on bfloat16 parameters;
-* ``bfloat16 stochastic``: the same with ``storage=Storage("stochastic")``: the weights are
-  rounded at random, and nothing is kept beside them;
-* ``bfloat16 compact``: the same with ``storage="compact"``: moments in 8 bits, and 8 bits
-  of compensation.
+* ``float32``: ``torch.optim.AdamW`` with float32 parameters, the reference;
+* ``bfloat16``: ``torch.optim.AdamW`` with bfloat16 parameters;
+* ``bfloat16 + Kahan``: ``optimi_func.AdamW`` with bfloat16 parameters;
+* ``bfloat16 stochastic``: ``optimi_func.AdamW`` with ``storage=Storage("stochastic")``,
+  which rounds the weights up or down at random and stores no compensation;
+* ``bfloat16 compact``: ``optimi_func.AdamW`` with ``storage="compact"``, which stores the
+  moments in 8 bits and the compensation in 8 bits.
 
-The runs share the initial weights, the batches and their order, the hyperparameters
-and the learning rate schedule, and they take turns on every batch. They compute in
-float32, from the parameters as they are stored, so that the optimizer and the dtype of
-the parameters are all that differs. ``--compute float32 bfloat16`` adds four runs that
-compute in bfloat16 too, as most training does. Where the CPU has instructions for it, it
-is the default.
+All runs have the same initial weights, batches, hyperparameters and learning rate
+schedule, and each batch is given to one run after the other. By default forward and
+backward compute in float32 from the stored parameters, so the runs differ only in the
+optimizer and in the dtype of the parameters. ``--compute float32 bfloat16`` adds four runs
+that also compute in bfloat16, as most training does.
 
-What to expect: bfloat16 keeps 8 significant bits, so an update smaller than about 1/512
-of a weight rounds to nothing. Plain bfloat16 therefore follows float32 at first and
-falls behind, most of all late in training when the learning rate is small. Kahan
-summation carries the lost part of each update over to the next step, so that the
-third run should end close to float32 with 5/8 of its memory (10 bytes per parameter
-against 16, activations not counted), and the last with less than half (7.1).
-Rounding at random loses no update on average, at the price of noise. What was measured
-is printed at the end and drawn to ``--out``.
+What to expect: bfloat16 has 8 significant bits, so an update smaller than about 1/512 of a
+weight is rounded away. Plain bfloat16 therefore follows float32 at first and falls behind
+later, when the learning rate is small. Kahan summation stores the part of each update that
+was rounded away and adds it at the next step. The third run should therefore end close to
+float32, with 10 bytes per parameter for weight, gradient and state in place of 16, and the
+last run with 7.1. Rounding at random loses no update on average, but adds noise. The
+results are printed at the end and drawn to ``--out``.
 """
 
 import argparse
@@ -35,12 +36,12 @@ import math
 import pydoc_data.topics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any, Literal
 
 import matplotlib
@@ -59,6 +60,13 @@ import optimi_func
 
 VOCABULARY = 256  # One token per byte.
 HELD_OUT = 1 / 16  # Fraction of the text, at its end, kept for validation.
+ROWS = (
+    "float32",
+    "bfloat16",
+    "bfloat16 + Kahan",
+    "bfloat16 stochastic",
+    "bfloat16 compact",
+)
 
 
 def multiplies_bfloat16() -> bool:
@@ -87,8 +95,10 @@ class Config:
     evaluations: int = 6
     sample_bytes: int = 400
     seed: int = 0
+    seeds: int = 1
     threads: int = field(default_factory=torch.get_num_threads)
-    compute: tuple[str, ...] = ("float32", "bfloat16")[: 1 + multiplies_bfloat16()]
+    compute: tuple[str, ...] = ("float32",)
+    rows: tuple[str, ...] = ROWS
     compile: bool | None = None
     text: Path | None = None
     out: Path = Path("outputs/train_gpt.png")
@@ -303,7 +313,7 @@ def optimi_adamw(
 
 
 def make_runs(config: Config) -> list[Run]:
-    """Build the runs from the same initial weights, that of float32 first."""
+    """Return the runs of one seed, all with the same initial weights, float32 first."""
     torch.manual_seed(config.seed)
     initial = GPT(config).state_dict()
 
@@ -322,20 +332,20 @@ def make_runs(config: Config) -> list[Run]:
 
     stochastic = partial(optimi_adamw, storage=optimi_func.Storage("stochastic"))
     compact = partial(optimi_adamw, storage="compact")
+    wide = [("float32", "tab:gray", torch_adamw)]
     narrow = [
         ("bfloat16", "tab:orange", torch_adamw),
         ("bfloat16 + Kahan", "tab:blue", optimi_adamw),
         ("bfloat16 stochastic", "tab:purple", stochastic),
         ("bfloat16 compact", "tab:green", compact),
     ]
-    return [
-        make("float32", "tab:gray", torch_adamw),
-        *[make(*way, compute) for compute in config.compute for way in narrow],
-    ]
+    chosen = [(way, "float32") for way in wide]
+    chosen += [(way, compute) for compute in config.compute for way in narrow]
+    return [make(*way, compute) for way, compute in chosen if way[0] in config.rows]
 
 
 def train(config: Config, runs: list[Run], text: Tensor) -> None:
-    """Train the runs in turns on the same batches and evaluate them now and then."""
+    """Train all runs on the same batches, and evaluate them at regular intervals."""
     windows = text.unfold(0, config.context + 1, 1)
     split = len(text) - int(len(text) * HELD_OUT)
     # The held-out windows overlap by one byte, the last that one predicts and the first
@@ -349,9 +359,9 @@ def train(config: Config, runs: list[Run], text: Tensor) -> None:
     }
 
     names = [f"{run.name} (computes in {run.compute})" for run in runs]
-    print(f"in this order: {', '.join(names)}", flush=True)
-    start = time.perf_counter()
-    # Without a terminal there is no bar; the line per evaluation is shown all the same.
+    print(f"losses are printed in this order: {', '.join(names)}", flush=True)
+    start = shown = time.perf_counter()
+    # The bar needs a terminal. Without one, the training losses are printed every 10 s.
     with tqdm(total=config.steps, unit="step", disable=None) as bar:
         for step in range(config.steps + 1):
             if step in evaluate_at:
@@ -373,6 +383,23 @@ def train(config: Config, runs: list[Run], text: Tensor) -> None:
                 refresh=False,
             )
             bar.update()
+            now = time.perf_counter()
+            if bar.disable and (step == 0 or now - shown > 10):
+                losses = " ".join(f"{run.train[-1]:.4f}" for run in runs)
+                print(f"{now - start:4.0f} s  step {step + 1:4d}  training   {losses}")
+                sys.stdout.flush()
+                shown = now
+
+
+def train_seeds(config: Config, text: Tensor) -> Iterator[list[Run]]:
+    """Train the runs of each seed, and yield them when the seed is done."""
+    for seed in range(config.seed, config.seed + config.seeds):
+        if config.seeds > 1:
+            print(f"seed {seed}, {seed - config.seed + 1} of {config.seeds}")
+        own = replace(config, seed=seed)
+        runs = make_runs(own)
+        train(own, runs, text)
+        yield runs
 
 
 @torch.no_grad()
@@ -389,39 +416,52 @@ def sample(run: Run, prompt: str, length: int, seed: int) -> str:
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
-def results_table(runs: list[Run]) -> str:
-    """Return a table of the results, one line per run.
+def with_error(values: Sequence[float], sign: str = "") -> str:
+    """Return the mean of some seeds, and its standard error if there are several."""
+    shown = f"{mean(values):{sign}.4f}"
+    if len(values) > 1:
+        shown += f" ± {stdev(values) / math.sqrt(len(values)):.4f}"
+    return shown
 
-    The times are those of ``optimizer.step()``: the median, and the first call, in
-    which optimi_func compiles.
+
+def results_table(seeds: list[list[Run]]) -> str:
+    """Return a table with one line per run, with means over the seeds.
+
+    "vs float32" compares runs of the same seed. The times are those of
+    ``optimizer.step()``: the median, and the first call, in which optimi_func compiles.
     """
-    reference = runs[0]
     lines = [
-        f"{'run':<19} {'computes in':<11} {'optimizer':<25} {'val bits/byte':>13} "
-        f"{'vs float32':>10} {'step ms':>8} {'first s':>8} {'memory':>10}"
+        f"{'run':<19} {'computes in':<11} {'optimizer':<25} {'val bits/byte':>15} "
+        f"{'vs float32':>16} {'step ms':>8} {'first s':>8} {'memory':>10}"
     ]
-    for run in runs:
-        final = run.final()
-        difference = final - reference.final()
+    reference = [runs[0].final() for runs in seeds]
+    for same in zip(*seeds):
+        run = same[0]
+        final = [x.final() for x in same]
+        apart = [x - y for x, y in zip(final, reference)]
+        seconds = [x for r in same for x in r.step_seconds]
         optimizer = type(run.optimizer)
         origin = optimizer.__module__.partition(".")[0]
         kind = f"{origin} {optimizer.__name__}"
         if run.optimizer.defaults.get("fused"):
             kind += " (fused)"
         lines.append(
-            f"{run.name:<19} {run.compute:<11} {kind:<25} {final:13.4f} "
-            f"{difference:+10.4f} {1e3 * median(run.step_seconds):8.2f} "
+            f"{run.name:<19} {run.compute:<11} {kind:<25} {with_error(final):>15} "
+            f"{with_error(apart, '+'):>16} {1e3 * median(seconds):8.2f} "
             f"{run.step_seconds[0]:8.2f} {run.bytes() / 2**20:6.1f} MiB"
         )
     return "\n".join(lines)
 
 
-def plot(runs: list[Run], path: Path) -> None:
-    """Draw the losses of the runs and their distance from float32."""
-    reference = runs[0]
-    window = max(1, len(reference.train) // 20)
-    # Each mean is drawn at the middle of the steps it was taken over.
-    steps = [window / 2 + i for i in range(len(reference.train) - window + 1)]
+def plot(seeds: list[list[Run]], path: Path) -> None:
+    """Draw the losses and their distance from float32: means over the seeds.
+
+    With several seeds, the band around each distance is one standard error wide.
+    """
+    steps_taken = len(seeds[0][0].train)
+    window = max(1, steps_taken // 20)
+    # Each mean is drawn at the middle of the steps that it covers.
+    steps = [window / 2 + i for i in range(steps_taken - window + 1)]
 
     def smooth(values: Tensor) -> list[float]:
         return values.unfold(0, window, 1).mean(-1).tolist()
@@ -429,14 +469,19 @@ def plot(runs: list[Run], path: Path) -> None:
     figure, (losses, distances) = plt.subplots(
         1, 2, figsize=(12, 4.8), layout="constrained"
     )
-    reference_train = torch.tensor(reference.train)
-    for run in runs:
-        train = torch.tensor(run.train)
+    references = [runs[0] for runs in seeds]
+    wide_train = torch.tensor([run.train for run in references])
+    wide_validation = torch.tensor([[*run.validation.values()] for run in references])
+    lowest = float("inf")
+    for same in zip(*seeds):
+        run = same[0]
+        train = torch.tensor([x.train for x in same])
+        validation = torch.tensor([[*x.validation.values()] for x in same])
         evaluated = list(run.validation)
-        validation = torch.tensor(list(run.validation.values()))
-        reference_validation = torch.tensor(list(reference.validation.values()))
-        # The curves nearly coincide: the reference goes beneath the others, wider.
-        is_reference = run is reference
+        final = [x.final() for x in same]
+        lowest = min(lowest, mean(final))
+        # The curves nearly coincide: the reference goes beneath the other ones, wider.
+        is_reference = run is references[0]
         line = {
             "color": run.color,
             "linewidth": 3.5 if is_reference else 1.2,
@@ -448,22 +493,26 @@ def plot(runs: list[Run], path: Path) -> None:
             "marker": "s" if run.compute == "bfloat16" else "o",
             "markersize": 8 if is_reference else 4.5,
         }
-        losses.plot(steps, smooth(train), **line)
-        losses.plot(evaluated, validation.tolist(), **dots)
-        distances.plot(steps, smooth(train - reference_train), **line)
-        difference = validation - reference_validation
-        label = f"{run.name}, computes in {run.compute}: {run.final():.4f}"
-        distances.plot(evaluated, difference.tolist(), label=label, **dots)
+        losses.plot(steps, smooth(train.mean(0)), **line)
+        losses.plot(evaluated, validation.mean(0).tolist(), **dots)
+        distances.plot(steps, smooth((train - wide_train).mean(0)), **line)
+        difference = validation - wide_validation
+        label = f"{run.name}, computes in {run.compute}: {with_error(final)}"
+        middle = difference.mean(0)
+        distances.plot(evaluated, middle.tolist(), label=label, **dots)
+        if len(seeds) > 1:
+            error = difference.std(0) / math.sqrt(len(seeds))
+            low, high = (middle - error).tolist(), (middle + error).tolist()
+            distances.fill_between(evaluated, low, high, color=run.color, alpha=0.2)
 
     # The fall from 8 bits per byte at the start would flatten all that follows.
     losses.set_ylim(
-        bottom=0.95 * min(run.final() for run in runs),
-        top=max(smooth(reference_train)[len(steps) // 12 :]),
+        bottom=0.95 * lowest, top=max(smooth(wide_train.mean(0))[len(steps) // 12 :])
     )
     losses.set_ylabel("bits per byte")
     losses.set_title("Loss")
     distances.set_ylabel("difference, bits per byte")
-    distances.set_title("Loss minus that of float32 on the same bytes")
+    distances.set_title(f"Loss minus the loss of {seeds[0][0].name} on the same bytes")
     for axes in losses, distances:
         axes.set_xlabel(f"step (dots: validation, lines: training, mean of {window})")
         axes.grid(alpha=0.3)
@@ -489,7 +538,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
         "heads": "attention heads",
         "width": "size of the residual stream",
         "lr": "highest learning rate",
-        "seed": "of the initial weights, the batches and the sample",
+        "seed": "the first seed: of the initial weights, the batches and the sample",
+        "seeds": "train every run with so many seeds, and report mean and standard error",
         "threads": "of the CPU",
     }.items():
         value = getattr(default, name)
@@ -505,7 +555,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
         nargs="+",
         choices=["float32", "bfloat16"],
         default=default.compute,
-        help="in what the runs of bfloat16 parameters compute",
+        help="the dtype in which the runs with bfloat16 parameters compute",
+    )
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        choices=ROWS,
+        default=default.rows,
+        help="the runs to train; the first of them is the one that others are compared to",
     )
     parser.add_argument("--out", type=Path, default=default.out, help="PNG to write")
     parser.add_argument(
@@ -519,7 +576,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
     )
     options = vars(parser.parse_args(arguments))
     quick = options.pop("quick")
-    config = replace(default, **{**options, "compute": tuple(options["compute"])})
+    options |= {name: tuple(options[name]) for name in ("compute", "rows")}
+    config = replace(default, **options)
+    if config.seeds < 1:
+        parser.error(f"--seeds {config.seeds}: at least 1 is needed")
     return config.quick() if quick else config
 
 
@@ -530,8 +590,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if len(text) * HELD_OUT < config.context + 1:
         raise SystemExit(f"{len(text)} bytes of text are too few to hold out any")
     torch.set_num_threads(config.threads)
-    runs = make_runs(config)
-    parameters = sum(p.numel() for p in runs[0].model.parameters())
+    parameters = sum(p.numel() for p in GPT(config).parameters())
     print(
         f"{parameters:,} parameters, {len(text):,} bytes of text, "
         f"{config.steps} steps of {config.batch * config.context:,} bytes, "
@@ -539,12 +598,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         flush=True,
     )
     start = time.perf_counter()
-    train(config, runs, text)
+    seeds = list(train_seeds(config, text))
     seconds = time.perf_counter() - start
-    tokens = len(runs) * config.steps * config.batch * config.context
+    runs = seeds[0]
+    tokens = len(seeds) * len(runs) * config.steps * config.batch * config.context
     print(f"trained in {seconds:.0f} s, {tokens / seconds:,.0f} bytes per second\n")
-    print(results_table(runs))
-    plot(runs, config.out)
+    print(results_table(seeds))
+    if len(seeds) > 1:
+        print(f"\nmean ± standard error of {len(seeds)} seeds")
+    plot(seeds, config.out)
     print(f"\ncurves: {config.out}")
     print(f"\nsample of the {runs[-1].name} run:\n")
     print(sample(runs[-1], "The ", config.sample_bytes, config.seed))

@@ -9,8 +9,9 @@ import json
 import re
 from collections.abc import Sequence
 from functools import cache
+from math import sqrt
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, stdev
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -338,54 +339,62 @@ def train_step() -> str:
     return table(rows, source(found))
 
 
-COMPUTED = {"float32": "loss.json", "bfloat16": "loss_bfloat16.json"}
-
-
-def final(compute: str, name: str) -> float:
-    """Return the loss at the end of a run of `make train`, by what it computes in."""
-    found = load(DATA / COMPUTED[compute])
-    return found["runs"][name]["validation"][str(found["steps"])]
-
-
-def computed() -> str:
-    """Name the source of the runs of `make train`."""
-    found = load(DATA / "loss.json")
-    about = found["machine"]
-    command = about["command"].replace("--compute float32", "--compute float32 bfloat16")
-    return source({**found, "machine": {**about, "command": command}})
-
-
-def loss() -> str:
-    """Tabulate how far the runs of `make train` end from float32."""
-    rows: Rows = [["bfloat16 weights", *(f"computed in {compute}" for compute in COMPUTED)]]
-    for name in list(RUNS)[1:]:
-        apart = [final(c, name) - final(c, "float32") for c in COMPUTED]
-        rows.append([RUNS[name][1], *(f"{x:+.4f}" for x in apart)])
-    return table(rows, computed())
-
-
 PARAMETERS = 468_224  # of the model of `make train`
 RUNS = {
-    "float32": ("float32", "torch `AdamW(fused=True)`"),
-    "bfloat16": ("bfloat16", "torch `AdamW(fused=True)`"),
-    "bfloat16 + Kahan": ("bfloat16", "`optimi_func.AdamW`"),
+    "float32": ("float32", "torch `AdamW`"),
+    "bfloat16": ("bfloat16", "torch `AdamW`"),
+    "bfloat16 + Kahan": ("bfloat16", "`AdamW`"),
     "bfloat16 stochastic": ("bfloat16", '`AdamW(storage=Storage("stochastic"))`'),
     "bfloat16 compact": ("bfloat16", '`AdamW(storage="compact")`'),
 }
 
 
+def finals(compute: str, name: str) -> list[float]:
+    """Return the last validation loss of each seed, by the dtype of the computation."""
+    found = load(DATA / "loss.json")
+    return found["runs"][compute][name]["validation"][str(found["steps"])]
+
+
+def with_error(values: Sequence[float], form: str) -> str:
+    """Return the mean, and its standard error if there are several seeds."""
+    shown = f"{mean(values):{form}}"
+    if len(values) > 1:
+        shown += f" ± {stdev(values) / sqrt(len(values)):{form.lstrip('+')}}"
+    return shown
+
+
+def loss() -> str:
+    """Tabulate how far the runs of `make train` end from float32, seed by seed."""
+    found = load(DATA / "loss.json")
+    rows: Rows = [["bfloat16 weights", *(f"computed in {c}" for c in found["runs"])]]
+    wide = finals("float32", "float32")
+    for name in list(RUNS)[1:]:
+        cells = [
+            [x - y for x, y in zip(finals(c, name), wide)] if name in runs else None
+            for c, runs in found["runs"].items()
+        ]
+        if any(cells):
+            rows.append(
+                [RUNS[name][1], *(with_error(x, "+.4f") if x else "-" for x in cells)]
+            )
+    return table(rows, source(found))
+
+
 def headline() -> str:
-    """Tabulate bytes and quality of the runs of `make train`, by what they compute in."""
-    runs = load(DATA / "loss.json")["runs"]
-    heads = ["weights", "optimizer", "bytes", *(f"computed in {c}" for c in COMPUTED)]
-    rows: Rows = [heads]
+    """Tabulate bytes and loss of the runs of `make train` that most people choose from."""
+    found = load(DATA / "loss.json")
+    heads = ["weights", "optimizer", "bytes per parameter"]
+    rows: Rows = [[*heads, *(f"loss, computed in {c}" for c in found["runs"])]]
     for name, (weights, optimizer) in RUNS.items():
-        size = f"{runs[name]['bytes'] / PARAMETERS:.1f}".removesuffix(".0")
-        ends = [f"{final(c, name):.4f}" for c in COMPUTED]
-        # Only bfloat16 weights compute in bfloat16.
-        ends[1:] = ["-"] if name == "float32" else ends[1:]
-        rows.append([weights, optimizer, size, *ends])
-    return table(rows, computed())
+        if name != "bfloat16 stochastic":
+            size = found["runs"]["float32"][name]["bytes"] / PARAMETERS
+            # float32 weights compute in float32 only.
+            cells = [
+                with_error(finals(c, name), ".3f") if name in runs else "-"
+                for c, runs in found["runs"].items()
+            ]
+            rows.append([weights, optimizer, f"{size:.1f}".removesuffix(".0"), *cells])
+    return table(rows, source(found))
 
 
 def lbfgs() -> str:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import pytest
@@ -41,6 +42,27 @@ def test_train_gpt(tmp_path: Path) -> None:
             assert f"bfloat16{name} (computes in {compute})" in out
             assert re.search(rf"^bfloat16{re.escape(name)} +{compute} ", out, re.M)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_train_gpt_with_several_seeds(tmp_path: Path) -> None:
+    """Each row is the mean of runs with different seeds; distances compare equal seeds."""
+    rows = ["--rows", "float32", "bfloat16 + Kahan"]
+    options = ["--quick", "--no-compile", *rows, "--out", str(tmp_path / "curves.png")]
+    out = run("examples/train_gpt.py", *options, "--seeds", "3", "--seed", "7")
+    assert re.findall(r"^seed (\d), \d of 3$", out, re.M) == ["7", "8", "9"]
+    ends = re.findall(r"step +12  validation (\S+) (\S+)$", out, re.M)
+    wide, kahan = ([float(x) for x in row] for row in zip(*ends))
+    assert len(set(wide)) == 3
+    number = r"[+-]?\d\.\d{4}"
+    found = re.search(
+        rf"^bfloat16 \+ Kahan .* ({number}) ± ({number}) +({number}) ± ({number}) ",
+        out,
+        re.M,
+    )
+    assert found is not None
+    apart = [x - y for x, y in zip(kahan, wide)]
+    expected = [mean(kahan), stdev(kahan) / 3**0.5, mean(apart), stdev(apart) / 3**0.5]
+    assert [float(x) for x in found.groups()] == pytest.approx(expected, abs=1.1e-4)
 
 
 @pytest.mark.full

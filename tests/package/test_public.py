@@ -147,8 +147,8 @@ def test_import_leaves_the_compiler_and_dtensor_alone() -> None:
     assert done.stdout == "set()\n"
 
 
-def test_readme_is_short_and_names_every_optimizer() -> None:
-    assert len(README.splitlines()) <= 160
+def test_readme_names_every_optimizer() -> None:
+    assert f" {len(CLASSES)} optimizers " in README
     rows = [line for line in README.splitlines() if line.startswith("| `")]
     for cls in CLASSES.values():
         own = [line for line in rows if f"`{cls.__name__}`" in line.split(" | ")[0]]

@@ -28,9 +28,12 @@ PAGES = [ROOT / "README.md"] + [
 FENCE = re.compile(
     r"^( *)```python[^\n]*\n(.*?)^\1```\n(?:\n+\1```text\n(.*?)^\1```)?", re.M | re.S
 )
+# Its programs continue each other: test_tutorial runs them in one namespace.
+TUTORIAL = DOCS / "tutorial.md"
 BLOCKS = {
     f"{path.relative_to(ROOT)}-{i}": (dedent(source), dedent(output))
     for path in PAGES
+    if path != TUTORIAL
     for i, (_, source, output) in enumerate(FENCE.findall(path.read_text()))
 }
 
@@ -64,6 +67,37 @@ def test_block(name: str, monkeypatch, tmp_path, capsys) -> None:
     exec(compile(source, name, "exec"), {"__name__": "page"})
     printed = capsys.readouterr().out
     compare(output, printed)
+
+
+NUMBER = re.compile(r"\d+\.\d+")
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_tutorial(monkeypatch, tmp_path, capsys) -> None:
+    """Its programs print what it says; losses may differ by a few percent.
+
+    The training text is Python's documentation, which differs between versions of Python.
+    """
+    monkeypatch.chdir(tmp_path)
+    page = TUTORIAL.read_text()
+    names: dict[str, object] = {"__name__": "page"}
+    losses: list[float] = []
+    for i, (_, source, said) in enumerate(FENCE.findall(page)):
+        exec(compile(source, f"tutorial.md-{i}", "exec"), names)
+        printed = capsys.readouterr().out
+        compare(NUMBER.sub("#", said), NUMBER.sub("#", printed))
+        pairs = zip(NUMBER.findall(said), NUMBER.findall(printed))
+        for expected, found in pairs:
+            assert float(found) == pytest.approx(float(expected), rel=0.05), said
+        losses += [float(x) for x in re.findall(r"loss (\S+?),? ", printed)]
+    wide, plain, kahan, compact, _, resumed, cast = losses
+    assert plain > wide + 0.01
+    assert [kahan, compact, resumed, cast] == pytest.approx([wide] * 4, abs=0.01)
+    # The table at the top has the numbers of the sections.
+    summary = re.findall(r"^\|.*\| (\d\.\d+) \| (\d+\.\d) \|$", page, re.M)
+    reported = re.findall(r"^loss (\S+), (\S+) bytes per parameter$", page, re.M)
+    assert summary == reported[:4] + reported[5:] and len(summary) == 5
 
 
 def test_blocks_are_found() -> None:

@@ -1,6 +1,7 @@
-"""The table and the sections of cookbook.md, from the files of examples/rules.
+"""The sections and the table of cookbook.md, from the files in examples/rules.
 
-A file's docstring is its citation, its update, and when people take it.
+The docstring of such a file has three paragraphs: its citation, its update, and what it is
+for.
 """
 
 import ast
@@ -12,20 +13,23 @@ import included
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples/rules"
-# What own_rule.md tells of, in its order; `direction` is in all of them.
+# Rules whose files are shown on the page. own_rule.md links to some of these sections.
+SHOWN = {"AdaBelief", "AdamAtan2", "AdamMini", "AdamP", "AdaNorm", "APOLLO", "CAME", "Dion"}
+SHOWN |= {"DoG", "GaLore", "LaProp", "LARS", "MARS", "SGLD", "Sophia"}
+# The methods that own_rule.md explains, in its order; `direction` is in all of them.
 DOORS = ("coeffs", "init", "after", "due", "measure", "divisor", "whole", "sums")
 KINDS = ("Wide", "Number", "Shaped", "Running")
 GIVEN = {"self", "g", "s", "t", "x", "z", "r", "c"}
 
 
 class Rule(NamedTuple):
-    """What the page tells of a file."""
+    """What the page says about a file."""
 
     file: str
     name: str
     paper: str
     use: str
-    lines: int  # of the class, without empty ones
+    lines: int  # nonempty lines of the class
     shows: str
 
 
@@ -38,7 +42,7 @@ def linked(citation: str) -> str:
 
 
 def shown(cls: ast.ClassDef) -> str:
-    """Return what of own_rule.md a class shows."""
+    """Return the parts of own_rule.md that a class is an example for."""
     methods = {x.name: x for x in cls.body if isinstance(x, ast.FunctionDef)}
     names = {x.id for x in ast.walk(cls) if isinstance(x, ast.Name)}
     classes = {x.name for x in cls.body if isinstance(x, ast.ClassDef)}
@@ -47,10 +51,10 @@ def shown(cls: ast.ClassDef) -> str:
     asked = {x.arg for x in methods["direction"].args.args[2:]}
     of_map = {x.arg for x in methods["whole"].args.args} if "whole" in methods else set()
     found += ["noise"] if "z" in asked or "normal" in of_map else []
-    found += ["an extra"] if asked - GIVEN and "measure" not in methods else []
-    found += ["`State` by an option"] if "State" in methods else []
+    found += ["an extra tensor"] if asked - GIVEN and "measure" not in methods else []
+    found += ["`State` that depends on an option"] if "State" in methods else []
     found += ["`t`"] if "t" in asked else []
-    return ", ".join(found) or ("`State`" if classes else "a direction alone")
+    return ", ".join(found) or ("`State`" if classes else "`direction` only")
 
 
 def rule_of(path: Path) -> Rule:
@@ -71,25 +75,25 @@ def rules() -> list[Rule]:
 
 
 def table() -> str:
-    """Return the table."""
-    rows = [f"| [{r.name}](#{r.name.lower()}) | {r.paper} | {r.lines} | {r.shows} |"
-            for r in rules()]  # fmt: skip
-    head = ["| rule | paper | lines | shows |", "|---|---|---|---|"]
+    """Return the table of the rules that have no section."""
+    rows = [f"| `{r.file}` | {r.paper} | {r.use} | {r.shows} |"
+            for r in rules() if r.name not in SHOWN]  # fmt: skip
+    head = ["| file | paper | what it is for | example for |", "|---|---|---|---|"]
     return "\n".join([*head, *rows]) + "\n"
 
 
 def sections() -> str:
-    """Return a section with the file of each rule."""
+    """Return a section with the file of each rule that is shown."""
     parts = []
-    for r in rules():
+    for r in [r for r in rules() if r.name in SHOWN]:
         code = included.fenced(f"examples/rules/{r.file}")
-        parts.append(f"### {r.name}\n\n{r.use}\n\n{code}\n")
+        parts.append(f"### {r.name}\n\n{r.use} {r.paper}.\n\n{code}\n")
     return "\n".join(parts)
 
 
 def filled(page: str) -> str:
     """Return the page with the rules as they are now."""
-    for name, made in (("rules", table()), ("files", sections())):
+    for name, made in (("others", table()), ("files", sections())):
         whole = f"<!-- {name} -->\n\n{made}\n<!-- / -->"
         page = re.sub(
             rf"<!-- {name} -->\n.*?<!-- / -->", lambda _, w=whole: w, page, flags=re.S

@@ -4,8 +4,9 @@ Wang et al. 2025 (arXiv:2502.11034).
 h = min(1, ratio r / |g|), r = b r + (1 - b) |h g|, x -= lr adam(h g),
 r of each tensor
 
-Pretraining with loss spikes. Give `total`, the norm of all gradients, in
-the first `warm` steps, which clip by it: `optimizer.step(total=norm)`.
+For pretraining whose loss has spikes. It clips the gradient of each tensor
+by a running mean of its norm. During the first `warm` steps it clips by the
+norm of all gradients, which you pass as `optimizer.step(total=norm)`.
 """
 
 from typing import NamedTuple

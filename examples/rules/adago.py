@@ -3,7 +3,8 @@ al. 2025 (arXiv:2509.02981).
 
 n = min(|g|, most), v += n^2, x -= max(lr n / sqrt(v), least) polar(m)
 
-Muon with a step that falls by itself. The first v is `start`, squared.
+For Muon with a step size that decreases by itself, as Adagrad's does. v
+begins at the square of `start`.
 """
 
 from typing import NamedTuple

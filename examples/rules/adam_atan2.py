@@ -3,7 +3,8 @@ Everett et al. 2024 (arXiv:2407.05872).
 
 x -= lr atan2(m, sqrt(v))
 
-Adam without eps: gradients of any scale, and tiny ones of large models.
+For gradients of any scale, also the tiny ones of very large models. It is
+Adam without eps.
 """
 
 from typing import NamedTuple

@@ -3,8 +3,8 @@
 
 v = b2 v + (1 - b2) mean(g^2), one for each row, x -= lr m / sqrt(v)
 
-Language models at half of Adam's state. Rows are the paper's blocks of MLPs
-and outputs.
+For language models with half of Adam's state. It stores one second moment
+for each row, which is the paper's choice for MLPs and output layers.
 """
 
 from typing import NamedTuple

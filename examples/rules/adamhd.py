@@ -5,8 +5,8 @@ x -= lr adam(g), then x / (1 + tau) if |x| <= (1 + tau) delta,
 else x - tau delta sign(x),
 tau = lr weight_decay, delta a mean of |x|
 
-Pretraining: large weights decay by a constant, as in l1, and are not shrunk
-in proportion.
+For pretraining. Large weights decay by a constant amount, as with an L1
+penalty, and small weights in proportion to their size.
 """
 
 from typing import NamedTuple

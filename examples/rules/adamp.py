@@ -3,7 +3,9 @@ Scale-invariant Weights, Heo et al. 2020 (arXiv:2006.08217).
 
 d = m / sqrt(v), less its part along x if g has next to none, x -= lr d
 
-Networks with normalization, whose weights only grow under Adam.
+For networks with normalization layers, whose weights keep growing under
+Adam. It removes the part of a step that only changes the length of a
+weight.
 """
 
 from typing import NamedTuple

@@ -3,7 +3,8 @@ Post-training, Zhang et al. 2025 (arXiv:2505.16363).
 
 v = b2 last m^2 + (1 - b2) g^2, m = b1 m + (1 - b1) g, x -= lr m / sqrt(v)
 
-Language models with Adam's hyperparameters and half of its state.
+For language models, with Adam's hyperparameters and half of its state. It
+derives the second moment from the first.
 """
 
 from typing import NamedTuple

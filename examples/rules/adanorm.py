@@ -3,8 +3,8 @@ Dubey et al. 2022 (arXiv:2210.06364).
 
 n = gamma n + (1 - gamma) |g|, m = 0.9 m + 0.1 g max(1, n / |g|), x -= lr m
 
-Image networks: no gradient is smaller than it used to be. Here with
-momentum alone.
+For image networks. A gradient whose norm is below its running mean is
+scaled up to that mean. This file combines it with momentum only.
 """
 
 from typing import NamedTuple

@@ -4,8 +4,8 @@
 x -= lr scale g diag(|u_j| / |r_j|), u = adam(r), r = P g,
 a normal P anew at every `gap`-th
 
-Pretraining where Adam's moments do not fit, and no singular vectors are
-wanted.
+For pretraining when Adam's moments do not fit into memory. It needs no
+singular value decomposition, unlike GaLore.
 """
 
 from typing import Any, NamedTuple

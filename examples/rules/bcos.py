@@ -4,7 +4,8 @@ Xiao 2025 (arXiv:2507.08963).
 x -= lr m / sqrt(v), v = (3 b^2 - 2 b^3) o^2 + (1 - b)^2 g (g + 2 b o),
 o the m before
 
-Adam's quality with one moment, from which the second is estimated.
+For results like Adam's with one moment. The second moment is estimated from
+the first.
 """
 
 from typing import NamedTuple

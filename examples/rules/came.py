@@ -4,8 +4,8 @@ Luo et al. 2023 (arXiv:2307.02047).
 u = clip(g / sqrt(v)), m = b1 m + (1 - b1) u,
 x -= lr m / sqrt(mean of (u - m)^2)
 
-Adafactor's memory without its slowness. Means of squares are kept by rows
-and columns.
+For Adafactor's memory with faster convergence. Means of squares are stored
+as vectors for rows and columns.
 """
 
 from typing import NamedTuple

@@ -3,7 +3,8 @@ Dubey et al. 2019 (arXiv:1909.11015).
 
 x -= lr sigmoid(|g - last g|) m / sqrt(v)
 
-Image networks: Adam with smaller steps where the gradient hardly changes.
+For image networks. It is Adam with smaller steps for elements whose
+gradient hardly changes.
 """
 
 from typing import NamedTuple

@@ -4,8 +4,8 @@
 B = m + g, P = orth(B Q), R = B^T P, m = B - (1 - mu) P R^T, Q = R / |R_j|,
 x -= lr sqrt(rows / columns) P Q^T
 
-Muon of a low rank: a QR decomposition of `rank` columns, and m keeps what
-they leave out.
+For Muon with a low rank. It orthogonalizes `rank` columns by a QR
+decomposition, and the momentum keeps the rest for later steps.
 """
 
 from typing import Any, NamedTuple

@@ -3,8 +3,8 @@ Ivgi et al. 2023 (arXiv:2302.12022).
 
 x -= lr max |x - x0| / sqrt(sum |g|^2) g
 
-Fine-tuning with lr = 1. A step has the norms up to the one before it, so
-the first is 0.
+For finetuning with lr = 1. A step uses norms up to the previous step, so
+the first step moves nothing.
 """
 
 from typing import NamedTuple

@@ -3,8 +3,8 @@
 n += g^2, z += lr g - (sqrt(n) - sqrt(last n)) x,
 x = -shrink(z, lr l1) / (beta + sqrt(n))
 
-FTRL-Proximal: sparse linear models, whose weights begin at 0. Others are
-drawn to x0.
+For sparse linear models, as FTRL-Proximal. Weights should begin at 0;
+otherwise they are drawn to their first values.
 """
 
 from typing import NamedTuple

@@ -4,7 +4,8 @@ Zhao et al. 2024 (arXiv:2403.03507).
 x -= lr P adam(P^T g),
 P = the first `rank` left singular vectors of every `gap`-th g
 
-Pretraining and fine-tuning where Adam's moments do not fit.
+For pretraining and finetuning when Adam's moments do not fit into memory.
+It runs Adam on a low-rank projection of each gradient.
 """
 
 from typing import NamedTuple

@@ -3,8 +3,8 @@
 
 x -= lr |m| / sqrt(v) sign(g)
 
-As `cautious=True`: the size of a step is Adam's, its sign is always the
-gradient's.
+For steps that always follow the sign of the gradient, with the size of
+Adam's step. The option `cautious=True` is related.
 """
 
 from typing import NamedTuple

@@ -3,7 +3,8 @@ Lee et al. 2024 (arXiv:2405.20233).
 
 h = alpha h + (1 - alpha) g, at first g, then Adam of g + amplify h
 
-Small algorithmic data sets, where generalization comes long after the fit.
+For small algorithmic data sets on which generalization comes long after the
+training loss has fallen. It amplifies the slow part of the gradient.
 """
 
 from typing import NamedTuple

@@ -3,7 +3,8 @@
 
 m = b1 m + (1 - b1) g / sqrt(v), x -= lr m
 
-For noisy gradients: b1 may be near 1 while b2 is small, where Adam
+For noisy gradients. The gradient is divided before it enters the momentum,
+so b1 may be near 1 while b2 is small, a combination with which Adam
 diverges.
 """
 

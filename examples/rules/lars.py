@@ -3,8 +3,8 @@
 
 m = b m + trust |x| / (|g| + l2 |x|) (g + l2 x), x -= lr m
 
-Convolutional networks with batches of thousands, and self-supervised
-learning.
+For convolutional networks with batches of thousands, and for
+self-supervised learning.
 """
 
 from typing import NamedTuple

@@ -3,7 +3,8 @@ Schedule, Ivgi et al. 2023 (arXiv:2302.12022).
 
 x -= lr max |x - x0| / sqrt(sum |g|^2) g, with norms of each tensor
 
-Fine-tuning with lr = 1, where DoG is too slow for some layers.
+For finetuning with lr = 1, when DoG is too slow for some layers. It is DoG
+with a step size for each tensor.
 """
 
 from typing import NamedTuple

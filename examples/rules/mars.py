@@ -3,8 +3,8 @@ Models, Yuan et al. 2024 (arXiv:2411.10438).
 
 c = clip(g + gamma b1 / (1 - b1) (g - last)), then Adam of c
 
-Pretraining of language models. This is the variant that needs no second
-gradient.
+For pretraining of language models. This is the variant that needs only one
+gradient for each step.
 """
 
 from typing import NamedTuple

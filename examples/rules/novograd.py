@@ -4,7 +4,7 @@ of Deep Networks, Ginsburg et al. 2019 (arXiv:1905.11286).
 v = b2 v + (1 - b2) |g|^2, one for each tensor, m = b1 m + g / sqrt(v),
 x -= lr m
 
-Speech and image networks, at half of Adam's state.
+For speech and image networks, with half of Adam's state.
 """
 
 from typing import NamedTuple

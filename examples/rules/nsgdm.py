@@ -3,8 +3,8 @@
 
 m = b m + (1 - b) g, x -= lr m / |m|
 
-Heavy-tailed noise and private training: a step has length lr, of each
-tensor here.
+For heavy-tailed noise and for private training. The step of each tensor has
+the length lr.
 """
 
 from typing import NamedTuple

@@ -3,8 +3,8 @@ Preconditioning Perspective, Lau et al. 2025 (arXiv:2505.21799).
 
 x -= lr |m|_* polar(m), |m|_* the sum of the singular values
 
-Muon whose step falls with the gradient. `Muon(adjust_lr_fn="nuclear")`
-iterates instead.
+For Muon with a step that shrinks as the gradient does. It computes singular
+values; `Muon(adjust_lr_fn="nuclear")` iterates instead.
 """
 
 from typing import NamedTuple

@@ -3,8 +3,8 @@
 
 x -= lr exp(sign(g) sign(m)) g
 
-PowerSign, which was found by search, as Lion was later: trust where signs
-agree.
+For steps that are larger where gradient and momentum agree in sign. It was
+found by a search, as Lion was later.
 """
 
 from typing import NamedTuple

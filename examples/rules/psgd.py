@@ -2,7 +2,8 @@
 
 x -= lr Q^T Q g, with a triangular Q that is fitted so that Q g is white
 
-Ill-conditioned problems. Here Q is for the rows of a matrix alone.
+For ill-conditioned problems. This file preconditions only the rows of a
+matrix.
 """
 
 from typing import NamedTuple

@@ -3,8 +3,8 @@ Networks, Li et al. 2015 (arXiv:1512.07666).
 
 x -= lr g / sqrt(v) + sqrt(2 lr temperature / sqrt(v)) z, z normal
 
-Samples of a posterior where scales differ. The paper's term with dv is left
-out, as usual.
+For samples from a posterior whose parameters have different scales. The
+paper's term with the derivative of v is left out, as is usual.
 """
 
 from typing import NamedTuple

@@ -5,8 +5,8 @@ Approximation with a Low-Rank Extension, Gong et al. 2025
 r = b r + (1 - b) mean_j(g^2), c = b c + (1 - b) mean_i(g^2),
 x -= lr alpha g / sqrt(r c)
 
-RACS, pretraining with nearly the memory of SGD: a number for each row and
-column.
+For pretraining with nearly the memory of SGD. It stores one number for each
+row and each column.
 """
 
 from typing import NamedTuple

@@ -3,8 +3,8 @@ Scale-invariant Weights, Heo et al. 2020 (arXiv:2006.08217).
 
 m = b m + g, less its part along x if g has next to none, x -= lr m
 
-Networks with normalization, as ResNets, whose weights only grow under
-momentum.
+For networks with normalization layers, such as ResNets, whose weights keep
+growing under SGD with momentum.
 """
 
 from typing import NamedTuple

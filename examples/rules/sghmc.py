@@ -4,7 +4,8 @@
 v = (1 - friction) v - lr g + sqrt(2 friction lr temperature) z, x += v,
 z normal
 
-Samples of a posterior that move on faster than SGLD's. lr is constant.
+For samples from a posterior. They are less correlated than those of SGLD.
+Keep lr constant.
 """
 
 from typing import NamedTuple

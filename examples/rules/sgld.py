@@ -3,7 +3,8 @@ Teh (ICML 2011).
 
 x -= lr g + sqrt(2 lr temperature) z, z normal
 
-Samples of a posterior, for uncertainty: g is of the loss over all data.
+For samples from a posterior, to estimate uncertainty. The loss has to be
+the sum over all data, not a mean over a batch.
 """
 
 import torch

@@ -3,8 +3,8 @@ Bernstein et al. 2018 (arXiv:1802.04434).
 
 m = b m + (1 - b) g, x -= lr sign(m)
 
-Half of Adam's state. The baseline of Lion, and of distributed training by
-votes.
+For half of Adam's state. It is the baseline of Lion, and of distributed
+training in which processes vote on signs.
 """
 
 from typing import NamedTuple

@@ -4,7 +4,7 @@ Training, Scetbon et al. 2025 (arXiv:2502.06742).
 g is divided by the root mean squares of its rows, then of its columns,
 `rounds` times
 
-SinkGD: the hidden matrices of language models without any state.
+For the hidden matrices of language models, without any state.
 """
 
 from torch import Tensor

@@ -4,8 +4,8 @@
 v[i, j] = min(row[i], column[j]) + g^2, row and column keep its maxima,
 x -= lr g / sqrt(v)
 
-Adagrad for large embeddings with next to no state: SM3-II, without
-momentum.
+For large embeddings, with almost no state. It is Adagrad in the form
+SM3-II, without momentum.
 """
 
 from typing import NamedTuple

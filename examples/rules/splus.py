@@ -4,8 +4,9 @@ Training, Frans et al. 2025 (arXiv:2506.07254).
 x -= lr 2 / (m + n) Q sign(Q^T m R) R^T,
 Q and R eigenvectors of E[g g^T] and E[g^T g]
 
-Shampoo's directions between rare decompositions, one lr for all widths. The
-paper evaluates an average, which is `EMA(optimizer, 0.999)`.
+For one lr that fits all widths. It follows Shampoo's directions between
+rare decompositions. The paper evaluates an average of the weights, which is
+`EMA(optimizer, 0.999)`.
 """
 
 from typing import NamedTuple

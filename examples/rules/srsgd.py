@@ -4,7 +4,8 @@ Wang et al. 2020 (arXiv:2002.10583).
 v = x - lr g, x = v + k / (k + 3) (v - last v),
 k begins anew at every `every`-th step
 
-Image networks: Nesterov's growing momentum, which noise does not spoil.
+For image networks. It is Nesterov's growing momentum with restarts, so that
+noise does not accumulate.
 """
 
 from typing import NamedTuple

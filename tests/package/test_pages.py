@@ -45,6 +45,7 @@ import cookbook_page  # noqa: E402
 import house  # noqa: E402
 import included  # noqa: E402
 import menu  # noqa: E402
+import notebooks  # noqa: E402
 import optimizer_pages  # noqa: E402
 import reference_pages  # noqa: E402
 
@@ -294,6 +295,22 @@ def test_the_house_has_every_module() -> None:
     order = [room for floor in house.floors() for room in floor]
     for room, below in house.imports().items():
         assert all(order.index(x) < order.index(room) for x in below), room
+
+
+def test_the_gallery_shows_every_example_and_notebook() -> None:
+    """Rules are on the page of the cookbook instead."""
+    page = (DOCS / "gallery.md").read_text()
+    examples = [
+        path for path in ROOT.glob("examples/**/*.py") if path.parent.name != "rules"
+    ]
+    for path in [*examples, *DOCS.glob("notebooks/*.ipynb")]:
+        assert path.name in page, f"docs/gallery.md lacks {path.name}"
+
+
+def test_pictures_of_notebooks_are_theirs() -> None:
+    for name, picture in notebooks.shown().items():
+        same = (DOCS / "pictures" / name).read_bytes() == picture
+        assert same, f"{name}: python docs/pictures/notebooks.py"
 
 
 PICTURES = (

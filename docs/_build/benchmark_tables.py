@@ -240,43 +240,49 @@ def accumulation() -> str:
 def muon() -> str:
     """AdamW, and Muon with it: validation by learning rate, and on three seeds."""
     found = load(DATA / "muon.json")
-    lrs = [f"{lr:g}" for lr in found["lrs"]]
-    rows: Rows = [["bits per byte", *lrs, "three seeds", "time of `step()`"]]
-    least = min(run["step"] for run in found["runs"].values())
-    for name, run in found["runs"].items():
-        best = min(run["sweep"])
-        sweep = [f"**{x:.3f}**" if x == best else f"{x:.3f}" for x in run["sweep"]]
-        seeds = "{mean:.3f} ± {deviation:.3f}".format(**run["seeds"])
-        rows.append([name, *sweep, seeds, f"{run['step'] / least:.0f}"])
+    runs = found["runs"].values()
+    rows: Rows = [["", *found["runs"]]]
+    for i, lr in enumerate(found["lrs"]):
+        cells = [(run["sweep"][i], min(run["sweep"])) for run in runs]
+        texts = [f"**{x:.3f}**" if x == best else f"{x:.3f}" for x, best in cells]
+        rows.append([f"lr {lr:g}", *texts])
+    seeds = ["{mean:.3f} ± {deviation:.3f}".format(**run["seeds"]) for run in runs]
+    rows.append(["best lr, three seeds", *seeds])
+    least = min(run["step"] for run in runs)
+    rows.append(["time of `step()`", *(f"{run['step'] / least:.0f}" for run in runs)])
     return table(rows, source(found))
 
 
 ERRORS = {
     "sigma 1, stationary": "stationary",
-    "sigma 1, spikes": "spikes",
-    "sigma 1, 1e-8": "of 1e-8",
-    "sigma 1, falls": "falls",
-    "sigma 1, falls, 4000 steps": "falls, 4000 steps",
+    "sigma 1, spikes": "with spikes",
+    "sigma 1, 1e-8": "small",
+    "sigma 1, falls": "falling",
+    "sigma 1, falls, 4000 steps": "falling, 4000 steps",
     "sigma 2, stationary": "sigma 2",
-    "sigma 2, spikes": "sigma 2, spikes",
+    "sigma 2, spikes": "sigma 2, with spikes",
 }
 
 
-def storage_errors() -> str:
-    """Tabulate the errors of AdamW's updates from 8-bit codes."""
+def stored(number: str, form: str) -> str:
+    """Tabulate a number of AdamW's updates from stored moments, for kinds of gradients."""
     found = load(RESULTS / "storage.json")
-    rows: Rows = [["moments", *ERRORS.values()]]
-    for kind in found["errors"]["sigma 1, stationary"]:
-        cells = [found["errors"][case][kind] for case in ERRORS]
-        if kind != "float32":
-            rows.append([kind, *(_error(c["error"], c["largest"]) for c in cells)])
+    kinds = [kind for kind in found["errors"]["sigma 1, stationary"] if kind != "float32"]
+    rows: Rows = [["gradients", *kinds]]
+    for case, called in ERRORS.items():
+        cells = [found["errors"][case][kind][number] for kind in kinds]
+        rows.append([called, *(f"{x:.0e}" if x >= 1e3 else f"{x:{form}}" for x in cells)])
     return table(rows, source(found))
 
 
-def _error(error: float, largest: float) -> str:
-    if error != error:
-        return "NaN"
-    return f"{error:.3f} / {largest:.3g}" if error < 10 else f"{error:.1e} / {largest:.0e}"
+def storage_errors() -> str:
+    """Tabulate the errors of AdamW's updates from stored moments."""
+    return stored("error", ".3f")
+
+
+def storage_largest() -> str:
+    """Tabulate the largest elements of these updates."""
+    return stored("largest", ".2f")
 
 
 def storage() -> str:
@@ -315,14 +321,23 @@ def plan_llama() -> str:
     return table(rows, source(found))
 
 
+POPULATION = {
+    "compiled loop": "loop over a compiled step",
+    "vmap": "`torch.vmap` of a pure step",
+    "population": "`population`",
+    "one graph": "`population`, compiled",
+}
+
+
 def population() -> str:
     """One graph of all members beside a loop over them."""
     found = load(ONE_THREAD / "population.json")
-    ways = ("compiled loop", "vmap", "population", "one graph")
-    rows: Rows = [["members", "loop, ms", *ways]]
-    for count, cell in found["cells"].items():
-        loop = f"{1e3 * cell['loop']['seconds']:.2f}"
-        rows.append([count, loop, *(ratio(cell[way]) for way in ways)])
+    cells = found["cells"]
+    rows: Rows = [["", *(f"{count} members" for count in cells)]]
+    loops = [f"{1e3 * cell['loop']['seconds']:.1f} ms" for cell in cells.values()]
+    rows.append(["time of the loop", *loops])
+    for way, called in POPULATION.items():
+        rows.append([called, *(ratio(cell[way]) for cell in cells.values())])
     return table(rows, source(found))
 
 
@@ -523,7 +538,16 @@ def tables() -> dict[str, str]:
         eager_classes,
         host_cost,
     ]
-    made += [storage_errors, storage, peers, turns, population, train_step, loss]
+    made += [
+        storage_errors,
+        storage_largest,
+        storage,
+        peers,
+        turns,
+        population,
+        train_step,
+        loss,
+    ]
     made += [headline, lbfgs, plan, plan_llama, first, release, accumulation, muon]
     made += [which_loss, which_cost, which_steps, which_time]
     return {make.__name__: make() for make in made}

@@ -22,7 +22,7 @@ CONSTRAINTS := $(if $(TORCH),$(VENV).txt,constraints.txt)
 
 # As wide as the site shows code.
 SHOWN := $(wildcard *.md docs/*.md docs/reference/*.md docs/notebooks/*.ipynb) \
-	$(wildcard examples/rules/*.py) examples/own_rule.py \
+	$(wildcard examples/rules/*.py) examples/own_rule.py examples/sharded.py \
 	examples/trainers/transformers_callbacks.py examples/trainers/lightning_schedule_free.py
 NARROW := --line-length 76 $(SHOWN)
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from doctest import ELLIPSIS, OutputChecker
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -400,6 +401,15 @@ def test_population_benchmark(tmp_path: Path) -> None:
         assert f"| {way} " in out
         assert 0 < cell["low"] <= cell["ratio"] <= cell["high"]
         assert cell["error"] < 1e-5
+
+
+@pytest.mark.full
+def test_sharded_prints_what_its_page_says() -> None:
+    """The first program of the page on many processes, here on the CPU."""
+    page = (ROOT / "docs/distributed.md").read_text()
+    (said,) = re.findall(r"```text\n(step   0: .*?)```", page, re.S)
+    out = run("examples/sharded.py", count=2, strict=False)
+    assert OutputChecker().check_output(said, out, ELLIPSIS)
 
 
 @pytest.mark.parametrize("rule", [[], ["--muon"]], ids=["adamw", "muon"])

@@ -10,6 +10,7 @@ import gradient_transforms
 import log_norms
 import lookahead
 import pytest
+import qk_clip
 import sam
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from optimi_func import SGD, AdamW, population, sgd
 from optimi_func.transforms import add_noise, centralize, chain, clip_value
 
-MODULES = [evolve_population, gradient_transforms, log_norms, lookahead, sam]
+MODULES = [evolve_population, gradient_transforms, log_norms, lookahead, qk_clip, sam]
 WIDE = torch.float64
 
 
@@ -219,3 +220,17 @@ def test_a_population_is_evaluated_and_perturbed() -> None:
         seen |= {*ratios[index].tolist()}
         assert new.hyper["momentum"].tolist() == pytest.approx([0.95, 0.9, 0.95])
     assert seen == {0.5, 2.0} and torch.equal(members.hyper["lr"], rates)
+
+
+def test_qk_clip_bounds_the_logits_of_the_heads_that_exceed_it() -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(32, 16, dtype=WIDE), torch.randn(32, 16, dtype=WIDE)
+    query[:8] *= 0.01  # a head whose logits are small
+    small = query[:8].clone(), key[:8].clone()
+    x = torch.randn(8, 6, 16, dtype=WIDE)
+    largest = qk_clip.largest_logits(query, key, x, heads=4)
+    qk_clip.qk_clip(query, key, largest, tau=5.0)
+    assert torch.equal(query[:8], small[0]) and torch.equal(key[:8], small[1])
+    after = qk_clip.largest_logits(query, key, x, heads=4)
+    assert after[0] == largest[0] < 5.0
+    torch.testing.assert_close(after[1:], torch.full((3,), 5.0, dtype=WIDE))

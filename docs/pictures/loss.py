@@ -7,7 +7,7 @@ from statistics import mean, stdev
 from draw import BLUE, DATA, GREEN, GREY, HERE, ORANGE, PURPLE, chart, machine, save
 
 LINES = {
-    "bfloat16": ("torch AdamW", ORANGE, ":", "s"),
+    "bfloat16": ("torch AdamW in bfloat16", ORANGE, ":", "s"),
     "bfloat16 + Kahan": ("AdamW, Kahan summation", BLUE, "-", "^"),
     "bfloat16 stochastic": ("AdamW, stochastic rounding", PURPLE, "-.", "v"),
     "bfloat16 compact": ("AdamW, compact", GREEN, "--", "D"),

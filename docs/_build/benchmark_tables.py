@@ -378,6 +378,17 @@ def with_error(values: Sequence[float], form: str) -> str:
     return shown
 
 
+COUNTS = {1: "one seed", 3: "three seeds", 5: "five seeds"}
+
+
+def of_seeds() -> str:
+    """Name the source of the tables of `make train`, and how many seeds it has."""
+    seeds = len(finals("float32", "float32"))
+    many = COUNTS.get(seeds, f"{seeds} seeds")
+    said = f"mean ± standard error of {many}" if seeds > 1 else many
+    return f"{said} · {source(load(DATA / 'loss.json'))}"
+
+
 def loss() -> str:
     """Tabulate how far the runs of `make train` end from float32, seed by seed."""
     found = load(DATA / "loss.json")
@@ -392,7 +403,7 @@ def loss() -> str:
             rows.append(
                 [RUNS[name][1], *(with_error(x, "+.4f") if x else "-" for x in cells)]
             )
-    return table(rows, source(found))
+    return table(rows, of_seeds())
 
 
 def headline() -> str:
@@ -409,7 +420,7 @@ def headline() -> str:
                 for c, runs in found["runs"].items()
             ]
             rows.append([weights, optimizer, f"{size:.1f}".removesuffix(".0"), *cells])
-    return table(rows, source(found))
+    return table(rows, of_seeds())
 
 
 def lbfgs() -> str:

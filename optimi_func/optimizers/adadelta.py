@@ -18,11 +18,12 @@ class Adadelta(Coupled, name="adadelta"):
         d = sqrt(a + eps) / sqrt(v + eps) * g,   p <- p - lr * d
         a <- rho * a + (1 - rho) * d^2
 
-    The units of p are those of d, so that lr is 1. The first steps are of size sqrt(eps).
+    The step has the unit of p whatever the unit of the loss, so lr is 1. The first steps
+    have a size of about sqrt(eps).
 
     Args:
         rho: Share of v and a that a step keeps, at most 1.
-        eps: Added to v and a, within the roots.
+        eps: Added to v and a before their roots are taken.
         weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
             (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
         decouple_wd: Subtract decay from the parameter, not through the gradient.

@@ -44,7 +44,7 @@ class Epsilons(Floats[tuple[Scalar, Scalar], tuple[Number | None, Number]]):
 
 
 class Adafactor(Body, name="adafactor"):
-    """Adafactor: a second moment that is two vectors for each matrix.
+    """Adafactor: Adam without momentum, whose second moment is two vectors for a matrix.
 
         b = 1 - t^decay_rate
         R <- b R + (1 - b) mean over columns of (g^2 + eps1)
@@ -52,35 +52,38 @@ class Adafactor(Body, name="adafactor"):
         U = g / sqrt(R C / mean(R))
         p <- p - lr * U / max(1, RMS(U) / clip_threshold) - lr * weight_decay * p
 
-    and U = g / sqrt(V) for a vector, with V like R without a mean.
+    R and C approximate the second moment of a matrix. For a vector, U = g / sqrt(V), where
+    V is a moving average of g^2 + eps1 in the shape of g.
 
-    Its state is some thousandths of a matrix. A bfloat16 parameter with Kahan summation
-    takes 4 bytes in all, and with gradient release no gradient more. R, C and V are float32
-    at least, whatever state_dtype. The defaults are those with which transformers'
-    Adafactor fine-tunes: lr comes from outside, as in AdamW. A schedule warms up, in place
-    of transformers' warmup_init.
+    The state is some thousandths of a matrix. A bfloat16 parameter with Kahan summation
+    therefore takes 4 bytes in all. R, C and V are float32 or wider, whatever state_dtype
+    is. The defaults are those with which transformers' Adafactor finetunes: lr is set from
+    outside, as for AdamW. Use a schedule for the warmup that transformers calls
+    warmup_init.
 
-    The last two dimensions are factored, and the others are a stack of matrices, as in
-    transformers and torch. Decay is lr * weight_decay * p, as everywhere here and in torch.
-    With scale_parameter, transformers multiplies it by RMS(p) too.
+    The last two dimensions are factored, and the other dimensions are a stack of matrices,
+    as in transformers and torch. Weight decay subtracts lr * weight_decay * p, as in torch.
+    With scale_parameter, transformers multiplies this by RMS(p) too.
 
     Args:
-        eps: eps1, added to squared gradients, and eps2, the least RMS(p).
-        clip_threshold: The largest RMS of a direction U; inf for none.
+        eps: eps1, which is added to squared gradients, and eps2, the smallest RMS(p).
+        clip_threshold: The largest RMS of a direction U; inf turns it off.
         decay_rate: Exponent of t, at most 0, as -0.8.
-        beta1: Share kept of a mean of directions, in [0, 1), which then replaces U and
-            takes 4 bytes a parameter. None: none.
+        beta1: Share kept of a mean of directions, in [0, 1). The mean takes the place of U,
+            and 4 bytes per parameter. None: no mean.
         weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
             lr / max_lr.
         scale_parameter: Multiply U by max(eps2, RMS(p)), so that lr is relative.
-        relative_step: Step by min(lr, 1 / sqrt(t)) instead of lr. For transformers' lr=None
-            give lr=1e-2.
-        torch_form: torch.optim.Adafactor's mathematics: both options above are on, and
-            eps1 is added to no square, but mean(R) and the root are at least eps1. torch's
-            defaults are lr=1e-2, eps=(None, 1e-3). None is the arithmetic's: 1.2e-7 for
-            bfloat16 too, where torch's own 0.0078 is larger than most gradients.
-        flatten: Factor a tensor of 3 dimensions or more as the first x the rest. Set it for
-            convolutions, whose last two are a kernel of a few elements.
+        relative_step: Multiply by min(lr, 1 / sqrt(t)) instead of lr. For transformers'
+            lr=None pass lr=1e-2.
+        torch_form: The mathematics of torch.optim.Adafactor: the two options above are on,
+            and eps1 is not added to squares but is the smallest mean(R) and root. torch's
+            defaults are lr=1e-2, eps=(None, 1e-3). eps1=None is the machine epsilon of the
+            arithmetic, 1.2e-7, for bfloat16 parameters too; torch's own 0.0078 is larger
+            than most gradients.
+        flatten: Factor a tensor of 3 dimensions or more as a matrix: the first dimension x
+            the rest. Set it for convolutions, whose last two dimensions are a kernel of a
+            few elements.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 

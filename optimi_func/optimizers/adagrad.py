@@ -12,18 +12,19 @@ __all__ = ["Adagrad", "adagrad", "adagrad_init", "adagrad_step"]
 
 
 class Adagrad(Coupled, name="adagrad"):
-    """Adagrad: step along the gradient, divided by the root of the sum of all squares.
+    """Adagrad: step along the gradient, divided by the root of the sum of its squares.
 
         v <- v + g^2
         p <- p - lr / (1 + (t - 1) * lr_decay) * g / (sqrt(v) + eps)
 
-    Steps become shorter as v grows, and stay long where gradients are rare.
+    Steps become shorter as v grows. For elements that seldom have a gradient they remain
+    long.
 
     Args:
-        lr_decay: Share of lr by which lr is divided more at each step.
+        lr_decay: How fast lr falls: at step t it is divided by 1 + (t - 1) * lr_decay.
         weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
             (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
-        initial_accumulator_value: First value of v, a square of gradients.
+        initial_accumulator_value: Initial value of v, a squared gradient.
         eps: Added to the root.
         decouple_wd: Subtract decay from the parameter, not through the gradient.
 

@@ -100,12 +100,13 @@ class WithLargest(Moments):
 
 
 class Adam(WithLargest, name="adam"):
-    """Adam: step along the mean gradient, measured in its own root mean square.
+    """Adam: step along the mean gradient, divided by the root of the mean squared gradient.
 
         m <- b1 * m + (1 - b1) * g,   v <- b2 * v + (1 - b2) * g^2
         p <- p - lr * mhat / (sqrt(vhat) + eps)
 
-    with mhat = m / (1 - b1^t) and vhat = v / (1 - b2^t).
+    Here mhat = m / (1 - b1^t) and vhat = v / (1 - b2^t) are the moments after bias
+    correction.
 
     Args:
         betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
@@ -139,7 +140,7 @@ class AdamW(Corrected, WithLargest, name="adamw"):
 
         p <- p - lr * mhat / (sqrt(vhat) + eps) - lr * weight_decay * p
 
-    with Adam's bias corrected m and v.
+    mhat and vhat are Adam's moments after bias correction.
 
     Args:
         betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
@@ -147,9 +148,10 @@ class AdamW(Corrected, WithLargest, name="adamw"):
             lr / max_lr.
         eps: Added to the root, after the bias correction.
         amsgrad: Divide by the largest v so far instead of v (arXiv:1904.09237).
-        mars: MARS: g + mars * b1 / (1 - b1) * (g - g_prev), divided by its norm if that is
-            above 1, takes the place of g. The paper's are 0.025, betas of 0.95 and 0.99,
-            and an lr above AdamW's. It keeps g_prev, and goes without amsgrad. None: off.
+        mars: Turn on MARS: g + mars * b1 / (1 - b1) * (g - g_prev) takes the place of g,
+            and is divided by its norm if that is above 1. The paper uses 0.025 with betas
+            of 0.95 and 0.99, and an lr above AdamW's. It stores g_prev, and excludes
+            amsgrad. None: off.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 

@@ -12,7 +12,7 @@ __all__ = ["Adamax", "adamax", "adamax_init", "adamax_step"]
 
 
 class Adamax(Coupled, name="adamax"):
-    """Adamax: Adam with the largest recent gradient in place of the root mean square.
+    """Adamax: Adam that divides by the largest recent gradient, not a root mean square.
 
         m <- b1 * m + (1 - b1) * g,   u <- max(b2 * u, |g| + eps)
         p <- p - lr / (1 - b1^t) * m / u

@@ -31,10 +31,12 @@ class Adan(Body, name="adan"):
         p <- p - lr * (mhat + b2 * what) / (sqrt(nhat) + eps)
         p <- p / (1 + lr * weight_decay)
 
-    with mhat, what and nhat corrected for bias as in Adam. At the first step g_prev is g.
+    mhat, what and nhat are the moments after a bias correction like Adam's. At the first
+    step g_prev is g.
 
     Args:
-        betas: b1, b2 and b3, each in [0, 1): how much a step keeps (1 - the paper's).
+        betas: b1, b2 and b3, each in [0, 1): the share of m, w and n that a step keeps,
+            which is 1 minus the paper's number.
         weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
             lr / max_lr.
         eps: Added to the root, after the bias correction.

@@ -20,19 +20,20 @@ class AdEMAMix(Body, name="ademamix"):
         u = (m1hat + alpha(t) * m2) / (sqrt(vhat) + eps)
         p <- p - lr * u - lr * weight_decay * p
 
-    with m1hat and vhat corrected for bias as in Adam, and m2 not. Old gradients remain
-    useful over tens of thousands of steps. m2 and v are float32 whatever the storage,
-    because bfloat16 could not follow them.
+    m1hat and vhat have Adam's bias correction, m2 has none. The slow mean m2 makes
+    gradients useful for tens of thousands of steps. m2 and v are float32 with every
+    storage, because in bfloat16 they could not change by such small amounts.
 
     Args:
         betas: b1, b2 and b3, each in [0, 1): how much of m1, v and m2 a step keeps.
         weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
             lr / max_lr.
         eps: Added to the root, after the bias correction.
-        alpha: How much m2 counts, from 0; the authors' code has 2, their paper 8.
-        alpha_warmup: Steps over which alpha grows from 0, linearly; usually all steps of
-            the training. It is not in the state, so give it again when resuming.
-        beta3_warmup: Steps over which m2's half-life grows from b1's to b3's, linearly.
+        alpha: Factor on m2, 0 or larger. The authors' code has 2, their paper 8.
+        alpha_warmup: Steps over which alpha grows linearly from 0, usually all steps of the
+            training. It is not in the state, so pass it again when you resume.
+        beta3_warmup: Steps over which the half-life of m2 grows linearly from that of b1 to
+            that of b3.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 

@@ -21,21 +21,21 @@ __all__ = ["ADOPT", "adopt", "adopt_init", "adopt_step"]
 
 
 class ADOPT(Body, name="adopt"):
-    """ADOPT: Adam that divides each gradient by the root mean square of those before it.
+    """ADOPT: Adam that divides each gradient by the root mean square of earlier gradients.
 
         m <- b1 * m + (1 - b1) * clip(g / max(sqrt(v), eps), (t - 1)^(1/4))
         p <- p - lr * m
         v <- b2 * v + (1 - b2) * g^2
 
-    The first gradient sets v = g^2 and moves nothing. Because v does not depend on the
-    gradient that it divides, the method converges with any b2, while Adam may not. v is
-    float32 whatever the storage, because bfloat16 could not follow it.
+    The first step sets v = g^2 and moves nothing. v does not depend on the gradient that it
+    divides, so the method converges with any b2, while Adam may not. v is float32 with
+    every storage, because in bfloat16 it could not change by such small amounts.
 
     Args:
         betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
         weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
             (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
-        eps: The smallest divisor of a gradient.
+        eps: The smallest root of v that a gradient is divided by.
         decouple_wd: Subtract decay from the parameter, not through the gradient.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.

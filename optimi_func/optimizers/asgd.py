@@ -14,16 +14,16 @@ __all__ = ["ASGD", "asgd", "asgd_init", "asgd_step"]
 
 
 class ASGD(Coupled, name="asgd", lr="inside"):
-    """ASGD: step against the gradient, and keep the average of the parameters.
+    """ASGD: step against the gradient, and average the parameters.
 
         p <- p - eta * (g + lambd * p),   ax <- ax + mu * (p - ax)
         eta <- lr / (1 + lambd * lr * t)^alpha,   mu <- 1 / max(1, t - t0)
 
-    with eta = lr at the first step. The average `ax` is the result. It begins after t0
-    steps; before, it is p.
+    eta is lr at the first step. The average `ax` is the result. It equals p until t0 steps
+    have been taken, and is a mean from then on.
 
     Args:
-        lambd: Decay of p, and of the step size with t.
+        lambd: Decay of p, and factor in how fast the step size falls.
         alpha: Power by which the step size falls.
         t0: Number of steps before the average begins.
         weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or

@@ -16,29 +16,33 @@ __all__ = ["Kron", "kron", "kron_init", "kron_step"]
 
 
 class Kron(Body, name="kron"):
-    """PSGD Kron: momentum, made white by a Kronecker product of triangular factors.
+    """PSGD Kron: step along the momentum, decorrelated by a matrix for each side.
 
         m <- momentum * m + (1 - momentum) * g,   d = m / (1 - momentum^t)
         u  = Q^T Q d,   Q = the product of a Q_i for each dimension
         p <- p - lr * u * min(1, 1.1 / rms(u)) - lr * weight_decay * p
 
-    A fit is Q_i <- Q_i - precond_lr * triu(A - B) Q_i / |A + B|, with A and B the products
-    of Q d and of Q^-T z along dimension i, z normal. It is dear, so that only a share of
-    steps has one: max(precond_update_prob, exp((f + 1 - t) / 2f)), f = precond_flat_start,
-    at t where the fraction of 0.618 t is less. A pure step that cannot read its count fits
-    every time: if it is traced or vmapped, or on an accelerator.
+    Q is the Kronecker product of a triangular factor Q_i for each dimension. Q_i begins as
+    the identity. If a side is 1 or longer than max_size_triangular, Q_i is a diagonal, and
+    so it is for a vector.
 
-    Q_i begins as 1. It is a diagonal of a side that is 1 or too long, and of vectors.
+    A fit improves the factors: Q_i <- Q_i - precond_lr * triu(A - B) Q_i / |A + B|, where A
+    and B are the products of Q d and of Q^-T z with themselves along dimension i, and z is
+    random and normal. Because a fit is expensive, only a share of the steps has one:
+    max(precond_update_prob, exp((f + 1 - t) / 2f)) at step t, with f = precond_flat_start.
+    These steps are spread evenly. A pure step that is traced, vmapped or on an accelerator
+    cannot read its step count, and fits at every step.
 
     Args:
         momentum: Share of m kept, in [0, 1).
         weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
             lr / max_lr.
-        precond_lr: Factor on the step of each Q_i.
-        precond_update_prob: The least share of steps with a fit, in [0, 1].
-        precond_flat_start: Steps that all have one, before the share falls.
-        max_size_triangular: The longest side whose Q_i is a triangle.
-        seed: Seed of the z of all steps.
+        precond_lr: Factor on the change of each Q_i in a fit.
+        precond_update_prob: The smallest share of steps with a fit, in [0, 1].
+        precond_flat_start: Number of first steps that all have a fit, before the share
+            falls.
+        max_size_triangular: The longest side whose Q_i is a triangular matrix.
+        seed: Seed of the random numbers z of all steps.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 

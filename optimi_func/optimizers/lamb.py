@@ -22,30 +22,31 @@ __all__ = ["LAMB", "lamb", "lamb_init", "lamb_step"]
 
 
 class LAMB(Moments, name="lamb"):
-    """LAMB: AdamW with steps scaled, for each tensor, to lr times the tensor's norm.
+    """LAMB: AdamW with each tensor's step scaled to lr times the norm of the tensor.
 
         r = mhat / (sqrt(vhat) + eps) + weight_decay * p
         p <- p - lr * |p| / |r| * r
 
-    with Adam's bias corrected m and v, norms over each tensor, and no factor if one is 0.
-    Each layer moves by the same share of its norm, which keeps training stable at batches
-    of tens of thousands. So lr is relative: 1e-3 changes each tensor by a thousandth of its
-    norm. Decay turns that step and does not lengthen it.
+    mhat and vhat are Adam's moments after bias correction. |p| and |r| are norms over a
+    tensor; if one of them is 0, the step is not scaled. Each layer therefore moves by the
+    same share of its norm, which keeps training stable with batches of tens of thousands of
+    examples. With lr = 1e-3 each tensor changes by a thousandth of its norm. Weight decay
+    changes the direction of the step, but not its length.
 
-    v is float32 (float64 for float64 parameters) whatever the storage, because a bfloat16
-    hardly moves by steps of 0.001.
+    v is float32 (float64 for float64 parameters) with every storage, because a bfloat16
+    number hardly changes by a thousandth.
 
-    The norms are those of whole tensors, also if they are sharded. Biases and the gains of
-    norms are usually left to Adam, as in the authors' code, apex and timm (which adapt no
-    group without weight decay): `Mixed(named, (matrices, lamb(lr=...)),
-    rest=adamw(lr=...))`. Nothing else is clipped, while timm's LAMB also clips the norm of
-    all gradients to 1.
+    If a tensor is sharded, its norm is that of the complete tensor. Biases and the gains of
+    norm layers are usually updated by AdamW, as in the authors' code, apex and timm:
+    `Mixed(named, (matrices, lamb(lr=...)), rest=adamw(lr=...))`. Gradients are not clipped
+    here. timm's LAMB clips the norm of all gradients to 1.
 
     Args:
         lr: The length of a step, as a share of the tensor's norm.
         betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
-        weight_decay: Decay coefficient, added to the direction before its norm is taken,
-            so multiplied by lr * |p| / |r|; or (decouple_lr) by that over max_lr.
+        weight_decay: Decay coefficient. Decay is added to the direction before its norm is
+            taken, so it is multiplied by lr * |p| / |r|, or (decouple_lr) by that over
+            max_lr.
         eps: Added to the root, after the bias correction.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.

@@ -12,21 +12,21 @@ __all__ = ["Lion", "lion", "lion_init", "lion_step"]
 
 
 class Lion(Corrected, name="lion"):
-    """Lion: step by the sign of an interpolation between momentum and gradient.
+    """Lion: step along the sign of an interpolation between momentum and gradient.
 
         p <- p - lr * sign(b1 * m + (1 - b1) * g) - lr * weight_decay * p
         m <- b2 * m + (1 - b2) * g
 
-    It has one moment instead of Adam's two. Its lr should be 3 to 10 times smaller than
+    It stores one moment instead of Adam's two. Its lr should be 3 to 10 times smaller than
     AdamW's, and its weight decay larger by the same factor.
 
     Args:
         betas: b1 (in the step) and b2 (in m), each in [0, 1).
         weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
             lr / max_lr.
-        mars: MARS: g + mars * b1 / (1 - b1) * (g - g_prev), divided by its norm if that is
-            above 1, takes the place of g. The paper's are 0.025 and two equal betas. It
-            keeps g_prev. None: off.
+        mars: Turn on MARS: g + mars * b1 / (1 - b1) * (g - g_prev) takes the place of g,
+            and is divided by its norm if that is above 1. The paper uses 0.025 and two
+            equal betas. It stores g_prev. None: off.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 

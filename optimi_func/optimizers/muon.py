@@ -135,7 +135,7 @@ def torchs_options(group: Group) -> Group:
 
 
 class Muon(Body, name="muon"):
-    """Muon: step along the momentum with all its singular values made about 1.
+    """Muon: step along the momentum, with its singular values replaced by about 1.
 
         b <- momentum * b + (1 - momentum) * g
         N  = (1 - momentum) * g + momentum * b      with Nesterov, else b
@@ -143,46 +143,49 @@ class Muon(Body, name="muon"):
         X <- a X + (b XX^T + c (XX^T)^2) X          ns_steps times
         p <- p - lr * s * X - lr * weight_decay * p
 
-    It is for the matrices of a network's hidden layers; `Mixed` and `MuonAdamW` give
-    embeddings, output layers and vectors to another optimizer. A parameter of three
-    dimensions is a stack of matrices; one of more is flattened into a matrix, a convolution
-    to out x rest. The mathematics are torch.optim.Muon's, with another default of
-    adjust_lr_fn.
+    It is made for the matrices of a network's hidden layers. `MuonAdamW` and `Mixed` use
+    another optimizer for embeddings, output layers and vectors. A parameter with three
+    dimensions is a stack of matrices. One with more dimensions is flattened into a matrix:
+    the weight of a convolution becomes outputs x everything else. The mathematics are those
+    of torch.optim.Muon, with another default for adjust_lr_fn.
 
     Args:
         params: Parameters of 2 dimensions or more, named parameters, or param groups.
-        weight_decay: Decay coefficient, multiplied by lr without s, or (decouple_lr) by
+        weight_decay: Decay coefficient, multiplied by lr but not by s, or (decouple_lr) by
             lr / max_lr.
         momentum: Share of b kept, in [0, 1).
-        nesterov: Look ahead.
-        ns_coefficients: a, b, c; or a list with a, b, c for each step; or "standard",
-            "quintic" or "polar_express", which are lists of five, or "deepseek", of ten.
-            Singular values from 0.01 on become 0.68 to 1.13, 0.98 to 1.03, 0.86 to 1.14, 1.
-        eps: The smallest norm to divide by.
-        ns_steps: Number of steps with the same a, b, c; None: 5.
-        adjust_lr_fn: s of an m x n matrix: "match_rms_adamw", 0.2 sqrt(max(m, n)), with
-            which AdamW's lr and decay serve; "original" or None (torch's default),
-            sqrt(max(1, m / n)); "rms_to_rms" and torch 2.15's
-            "spectral_unclamped", sqrt(m / n); PolarGrad's "nuclear", the sum of N * X,
-            about N's nuclear norm, with which the step shrinks as the gradient does.
+        nesterov: Use Nesterov's look ahead: N mixes the gradient into b.
+        ns_coefficients: a, b and c of the iteration. Three numbers are used in every step
+            of the iteration; a list has a, b, c for each step. "standard", "quintic" and
+            "polar_express" are lists of five steps, "deepseek" of ten. They bring singular
+            values of at least 0.01 to the ranges 0.68 to 1.13, 0.98 to 1.03, 0.86 to 1.14,
+            and to 1, in this order.
+        eps: The smallest norm that N is divided by.
+        ns_steps: Number of steps of the iteration, if all have the same a, b, c. None: 5.
+        adjust_lr_fn: The scale s of an m x n matrix. "match_rms_adamw": 0.2 sqrt(max(m,
+            n)), with which AdamW's lr and decay work. "original" or None (torch's default):
+            sqrt(max(1, m / n)). "rms_to_rms", and torch 2.15's "spectral_unclamped": sqrt(m
+            / n). "nuclear" (PolarGrad): the sum of N * X, about the nuclear norm of N, so
+            that steps shrink as gradients do.
         ns_dtype: Dtype of the iteration. None: bfloat16, but float32 on a CPU without
-            AVX512_BF16, and float64 if the arithmetic is; `describe()` says which. A step
-            that is differentiated takes at least float32.
-        split: Parts of a matrix that are matrices of their own, for example query, key and
-            value. A number of equal parts, or a list with the rows of each part, cuts
-            between rows. {"columns": 12} cuts between columns, as {"rows": 3} between rows;
-            12 heads of an output projection are such columns. {"rows": 3, "repeats": 12} is
-            for rows in which the 3 parts alternate 12 times, as query, key and value of
-            each head in GPT-NeoX; a part has its rows of all repeats.
-        transposed: The parameters are stored as (inputs, outputs), as those of
-            transformers' Conv1D. They are mapped as their transposes: rows are outputs in
-            s, in split and everywhere else.
-        element_beta: AdaMuon's share of v kept, in [0, 1). X is made of the signs of N, v
-            averages X^2, and the step is X / sqrt(v) with the norm of an orthogonal matrix.
-            v is float32 at least. None: no v.
-        hyperball: Keep each matrix's norm R: step by lr * R along X, then scale back to R.
-            So lr is a share of R, s has no effect, and weight_decay has to be 0. A matrix
-            of zeros stays. Low precision needs kahan_sum, or R drifts.
+            AVX512_BF16, and float64 for float64 parameters; `describe()` prints it. A step
+            that is differentiated uses float32 or wider.
+        split: Parts of a parameter that are separate matrices, for example query, key and
+            value. A number of equal parts, or a list with the number of rows of each part,
+            cuts between rows. {"columns": 12} cuts between columns, for example the 12
+            heads of an output projection; {"rows": 3} is the same as 3. {"rows": 3,
+            "repeats": 12} is for rows in which 3 parts alternate 12 times, as query, key
+            and value of each head in GPT-NeoX: a part has its rows from all repeats.
+        transposed: The parameters are stored as (inputs, outputs), as in transformers'
+            Conv1D. Their transposes are orthogonalized: rows are outputs in s, in split and
+            everywhere else.
+        element_beta: Turn on AdaMuon. It is the share of v kept, in [0, 1): X is made from
+            the signs of N, v averages X^2, and the step is X / sqrt(v), scaled to the norm
+            of an orthogonal matrix. v is float32 or wider. None: off.
+        hyperball: Keep the norm R of each matrix: step by lr * R along X, then scale back
+            to R. lr is then a share of R, s has no effect, and weight_decay has to be 0. A
+            matrix of zeros does not change. Parameters in 16 bits need Kahan summation, or
+            R drifts.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 

@@ -28,7 +28,7 @@ class NAdam(Coupled, name="nadam"):
         d = (1 - mu_t) / (1 - M_t) * g + mu_{t+1} / (1 - M_{t+1}) * m
         p <- p - lr * d / (sqrt(vhat) + eps)
 
-    with vhat = v / (1 - b2^t). The momentum mu rises from b1 / 2 to b1.
+    Here vhat = v / (1 - b2^t). The momentum mu rises from b1 / 2 to b1.
 
     Args:
         betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.

@@ -14,23 +14,24 @@ __all__ = ["NorMuon", "normuon", "normuon_init", "normuon_step"]
 
 
 class NorMuon(Muon, name="normuon"):
-    """NorMuon: Muon with the rows of its step divided by their usual lengths.
+    """NorMuon: Muon whose step has rows of about equal length.
 
         O  = X of Muon, before s
         r <- row_beta * r + (1 - row_beta) * mean over columns of O^2
         N  = O / (sqrt(r) + 1e-10)
         p <- p - lr * s * N * ||O|| / (||N|| + 1e-10) - lr * weight_decay * p
 
-    Muon makes singular values equal, but some rows, which are the neurons of a layer, move
-    far more than others. Here all move about alike, and the whole as far as Muon's. r is
-    one number a row, float32 at least, and starts at 0: the norms take out its bias. The
-    norms are those of each matrix, also if it is one of a stack, a part of a `split`, or
-    sharded. If `split` cuts between columns, r has a column for each part. With
-    `transposed`, rows are the outputs.
+    A step of Muon has equal singular values, but some of its rows (the neurons of a layer)
+    are much longer than others. NorMuon divides each row by its usual length, and scales
+    the step back to the length of Muon's. r is one number for each row, float32 or wider.
+    It starts at 0 and needs no bias correction, because the norms remove the bias. Norms
+    are those of each matrix, also if it is part of a stack, of a `split`, or sharded. If
+    `split` cuts between columns, r has a column for each part. With `transposed`, rows are
+    the outputs.
 
     Args:
         row_beta: Share of r kept, in [0, 1).
-        element_beta: Muon's alone.
+        element_beta: For Muon only.
 
     Arguments not named here are those of `Muon` and of every optimizer: see
     `BaseOptimizer`.

@@ -26,7 +26,7 @@ def kept_for(p: Tensor, kept: MomentStorage) -> MomentStorage:
 
 
 class Prodigy(Body, name="prodigy"):
-    """Prodigy: Adam with a learning rate d that it estimates itself.
+    """Prodigy: Adam that estimates its own learning rate d.
 
         lr_t = d * lr,   m <- b1 * m + (1 - b1) * d * g
         v <- b2 * v + (1 - b2) * (d * g)^2,   s <- b3 * s + d / d0 * lr_t * g
@@ -34,36 +34,38 @@ class Prodigy(Body, name="prodigy"):
         p <- p - lr_t * (m / (sqrt(v) + d * eps) + weight_decay * p)
         d <- max(d, d_coef * r / sum(|s|))
 
-    with sums over all parameters of a param group, and p0 the parameter before its first
-    step. d grows from d0 for as long as the
-    gradients point on, away from p0, so up to about the distance from there to the
-    solution. Leave lr at 1, with a schedule that ends at 0.
+    The sums are over all parameters of a param group, and p0 is the parameter before its
+    first step. d grows from d0 as long as gradients keep pointing away from p0, that is, up
+    to about the distance between p0 and the solution. Leave lr at 1, with a schedule that
+    ends at 0.
 
-    `optimizer.param_groups[i]["d"]` is the present d, for logs. It is computed and cannot
-    be set: d_coef multiplies it. Each param group has its own. Groups that are loaded into
-    one go on with that of its first parameter.
+    `optimizer.param_groups[i]["d"]` is the current d, for logs. You cannot set it, because
+    it is computed from the state; d_coef multiplies it. Each param group has its own d. If
+    several saved groups are loaded into one group, it continues with the d that was saved
+    for its first parameter.
 
-    As in the paper, the d at eps is that of the step before, so that gradient release gives
-    the same steps. The authors' code takes the new one. s and, unless it is in 8 bits, v
-    are float32 whatever the storage, because bfloat16 could not follow them. So is m in
-    place of float16, which d * g underflows.
+    As in the paper, eps is multiplied by the d of the step before, so that gradient release
+    gives the same steps; the authors' code uses the new d. s is float32 with every storage,
+    and so is v unless it is in 8 bits, because in bfloat16 they could not change by small
+    amounts. m is float32 instead of float16, in which d * g would underflow.
 
     Args:
-        lr: Factor on d, usually a schedule from 1. Set safeguard_warmup if it warms up.
+        lr: Factor on d, usually a schedule that starts at 1. With a warmup, set
+            safeguard_warmup.
         betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
-        weight_decay: Decay coefficient, multiplied by d * lr, or (decouple_lr) by
-            d * lr / max_lr.
-        eps: Added to the root, times d.
+        weight_decay: Decay coefficient, multiplied by d * lr, or (decouple_lr) by d * lr /
+            max_lr.
+        eps: Added to the root after it was multiplied by d.
         beta3: b3, in [0, 1): how much of r and s a step keeps. None: sqrt(b2).
-        d0: The first d, a step of p smaller than any that could be right.
+        d0: The first d. It should give steps that are far too small for any problem.
         d_coef: Factor on the estimates of d, usually from 0.5 to 2.
         growth_rate: The largest factor by which d grows in a step, at least 1. It does not
             limit the step from d0 to the first estimate.
         use_bias_correction: Multiply lr_t by sqrt(1 - b2^t) / (1 - b1^t), as Adam does.
-        safeguard_warmup: Take d instead of lr_t in s, which small lrs of a warmup would
-            make small, and d large.
-        share_d: Have one d for all param groups, as the authors' package; their lrs
-            should be equal.
+        safeguard_warmup: Use d instead of lr_t in s. The small lr of a warmup would
+            otherwise make s small and d too large.
+        share_d: Use one d for all param groups, like the authors' package. All groups
+            should have the same lr.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 

@@ -47,13 +47,15 @@ def _our_options(group: Group) -> Group:
 
 
 class RAdam(Rectified, name="radam"):
-    """RAdam: Adam that uses v only after enough gradients.
+    """RAdam: Adam that divides by the second moment only after enough gradients.
 
         rho_inf = 2 / (1 - b2) - 1,   rho = rho_inf - 2 * t * b2^t / (1 - b2^t)
         r^2 = (rho - 4)(rho - 2) rho_inf / ((rho_inf - 4)(rho_inf - 2) rho)
         p <- p - lr * r * mhat / (sqrt(vhat) + eps)  once rho > 5, before: lr * mhat
 
-    with Adam's bias corrected m and v. This replaces the warmup that Adam needs.
+    mhat and vhat are Adam's moments after bias correction. While rho is at most 5, v is the
+    mean of too few gradients, and the step is lr * mhat. This replaces the warmup that Adam
+    needs.
 
     Args:
         betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.

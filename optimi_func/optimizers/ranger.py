@@ -12,17 +12,17 @@ __all__ = ["Ranger", "ranger", "ranger_init", "ranger_step"]
 
 
 class Ranger(Rectified, name="ranger"):
-    """Ranger: RAdam, pulled back every k steps towards a slow copy of the weights.
+    """Ranger: RAdam that is pulled towards a slow copy of the weights at every k-th step.
 
         slow <- slow + alpha * (p - slow),   p <- slow      every k-th step of RAdam
 
     Args:
         betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
-        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
-            lr / max_lr, or (decouple_wd=False) added to the gradient times p.
+        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by lr / max_lr.
+            With decouple_wd=False, weight_decay * p is added to the gradient.
         eps: Added to the root, after the bias correction.
-        k: Steps between lookahead syncs, at least 1.
-        alpha: How far the slow weights move at a sync, in [0, 1].
+        k: Steps from one pull to the next, at least 1.
+        alpha: Share of the way to p by which the slow weights move at a pull, in [0, 1].
         decouple_wd: Subtract decay from the parameter, not through the gradient.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.

@@ -24,24 +24,24 @@ __all__ = ["RMSprop", "rmsprop", "rmsprop_init", "rmsprop_step"]
 
 
 class RMSprop(Coupled, name="rmsprop"):
-    """RMSprop: step along the gradient, measured in its root mean square.
+    """RMSprop: step along the gradient, divided by its root mean square.
 
         v <- alpha * v + (1 - alpha) * g^2
         p <- p - lr * g / (sqrt(v) + eps)
 
-    With momentum, b <- momentum * b + g / (sqrt(v) + eps) is the step in place of the
-    quotient. If centered, v - m^2 takes the place of v in the root, m being the mean
-    gradient, so that the variance is what is divided by.
+    With momentum the step is b <- momentum * b + g / (sqrt(v) + eps) instead. With
+    centered=True, v - m^2 takes the place of v, where m is the mean gradient: the divisor
+    is then a standard deviation.
 
     Args:
-        alpha: Share of v (and m) that a step keeps.
+        alpha: Share of v (and of m) that a step keeps.
         eps: Added to the root.
         weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
             (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
-        momentum: Share of b kept; 0 needs no buffer. May change in mid-run.
-        centered: Divide by the root of the variance, not of the mean square.
-        tf_like: TensorFlow's form, which results of reinforcement learning were made with:
-            v begins as 1, and eps is added to v, within the root.
+        momentum: Share of b kept; 0 needs no buffer. It may change during a run.
+        centered: Divide by the root of the variance instead of the mean square.
+        tf_like: Use TensorFlow's form, as many results of reinforcement learning do. v
+            begins at 1, and eps is added to v before its root is taken.
         decouple_wd: Subtract decay from the parameter, not through the gradient.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.

@@ -20,21 +20,22 @@ Pair: TypeAlias = Floats[tuple[Scalar, Scalar], tuple[Number, Number]]
 
 
 class Rprop(Body, name="rprop", lr="inside"):
-    """Rprop: step by the sign of the gradient, with a step size for each element.
+    """Rprop: step along the sign of the gradient, with a step size for each element.
 
         size <- size * (b if g * g_prev > 0, a if g * g_prev < 0, else 1)
         g <- 0 where g * g_prev < 0
         p <- p - sign(g) * size
 
-    Sizes stay within bounds. It is for gradients of the whole data: noise turns signs. lr
-    is the first size and nothing else, so that schedules have no effect.
+    Sizes stay between the two step_sizes. It is made for gradients over all of the data,
+    because the noise of mini-batches flips signs. lr is only the first size, so schedules
+    have no effect.
 
     Args:
-        lr: First size of all elements' steps.
-        etas: a in (0, 1) and b above 1: the factors of a size.
+        lr: The first step size of every element.
+        etas: The factors a and b by which a size shrinks or grows: a in (0, 1), b above 1.
         step_sizes: The smallest and the largest size.
-        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
-            lr / max_lr. torch's has none.
+        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by lr / max_lr.
+            torch's Rprop has none.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 

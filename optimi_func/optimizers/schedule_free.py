@@ -59,11 +59,12 @@ class ScheduleFreeOptimizer(Evaluated, Body):
         betas: b1, in (0, 1), the share of x in y; b2, in [0, 1), how much of v a step
             keeps.
         weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
-            lr / max_lr; at y.
+            lr / max_lr. It decays y.
         eps: Added to the root, after the bias correction.
         warmup_steps: Steps over which lr grows from 0, linearly.
-        r: The power of the step count in a step's weight in the average.
-        weight_lr_power: The power of the largest lr so far, warmup in it, in that weight.
+        r: The power of the step count in the weight of a step.
+        weight_lr_power: The power of the largest lr so far in the weight of a step. This
+            lr includes the warmup.
     """
 
     class Running(NamedTuple):
@@ -124,17 +125,19 @@ class ScheduleFreeOptimizer(Evaluated, Body):
 
 
 class ScheduleFreeSGD(ScheduleFreeOptimizer, name="schedule_free_sgd"):
-    """Schedule-Free SGD: SGD without a schedule, by an average of its past points.
+    """Schedule-Free SGD: SGD without a schedule, evaluated at an average of its points.
 
         lr_t = lr * min(1, t / warmup_steps)
         z <- z - lr_t * (g + weight_decay * y)
         x <- (1 - c) * x + c * z,   y <- (1 - momentum) * z + momentum * x
 
-    with g at y, which is the parameter, and c the share of this step's weight
-    t^r * max(lr_1, ..., lr_t)^weight_lr_power in the sum of all.
+    y is the parameter, at which the gradient g is computed, and x is the average with which
+    you evaluate. The share c of step t in the average is its weight, t^r * max(lr_1, ...,
+    lr_t)^weight_lr_power, divided by the sum of all weights so far.
 
-    Call `train()` and `eval()` where the model's are called. From `eval()` to `train()` the
-    parameters are x, and no step can be taken. lr needs no schedule but its warmup.
+    Call `train()` and `eval()` where you call those of the model. From `eval()` to
+    `train()` the parameters hold x, and a step raises. lr needs a warmup, but no other
+    schedule.
 
     Args:
         lr: Learning rate, usually ten times that of SGD with momentum 0.9.
@@ -199,17 +202,19 @@ class Squares(ScheduleFreeOptimizer):
 
 
 class ScheduleFreeAdamW(Squares, name="schedule_free_adamw"):
-    """Schedule-Free AdamW: AdamW without a schedule, by an average of its past points.
+    """Schedule-Free AdamW: AdamW without a schedule, evaluated at an average of its points.
 
         v <- b2 * v + (1 - b2) * g^2,   lr_t = lr * min(1, t / warmup_steps)
         z <- z - lr_t * (g / (sqrt(vhat) + eps) + weight_decay * y)
         x <- (1 - c) * x + c * z,   y <- (1 - b1) * z + b1 * x
 
-    with g at y, which is the parameter, vhat = v / (1 - b2^t), and c the share of this
-    step's weight t^r * max(lr_1, ..., lr_t)^weight_lr_power in the sum of all.
+    y is the parameter, at which the gradient g is computed, and x is the average with which
+    you evaluate. vhat = v / (1 - b2^t). The share c of step t in the average is its weight,
+    t^r * max(lr_1, ..., lr_t)^weight_lr_power, divided by the sum of all weights so far.
 
-    Call `train()` and `eval()` where the model's are called. From `eval()` to `train()` the
-    parameters are x, and no step can be taken. lr needs no schedule but its warmup.
+    Call `train()` and `eval()` where you call those of the model. From `eval()` to
+    `train()` the parameters hold x, and a step raises. lr needs a warmup, but no other
+    schedule.
 
     Args:
         lr: Learning rate, usually larger than AdamW's.
@@ -238,21 +243,22 @@ class ScheduleFreeAdamW(Squares, name="schedule_free_adamw"):
 
 
 class ScheduleFreeRAdam(Squares, name="schedule_free_radam"):
-    """Schedule-Free RAdam: Schedule-Free AdamW that warms up as RAdam does.
+    """Schedule-Free RAdam: AdamW without a schedule, with RAdam's warmup.
 
         rho_inf = 2 / (1 - b2) - 1,   rho = rho_inf - 2 * t * b2^t / (1 - b2^t)
         r_t^2 = (rho - 4)(rho - 2) rho_inf / ((rho_inf - 4)(rho_inf - 2) rho)
         lr_t = lr * r_t  once rho > 4, before: 0
 
-    and the rest as in `ScheduleFreeAdamW`. With silent_sgd_phase=False the steps before
-    rho > 4 are z <- z - lr * (g + weight_decay * y).
+    Everything else is as in `ScheduleFreeAdamW`. With silent_sgd_phase=False, steps with
+    rho <= 4 are SGD's: z <- z - lr * (g + weight_decay * y).
 
-    Call `train()` and `eval()` where the model's are called. From `eval()` to `train()` the
-    parameters are x, and no step can be taken. lr needs neither schedule nor warmup.
+    Call `train()` and `eval()` where you call those of the model. From `eval()` to
+    `train()` the parameters hold the average x, and a step raises. lr needs neither a
+    warmup nor another schedule.
 
     Args:
         lr: Learning rate, usually larger than RAdam's.
-        silent_sgd_phase: Move nothing while rho <= 4. False: move by lr * g and decay.
+        silent_sgd_phase: Take no step while rho <= 4. False: step by lr * g and decay.
 
     Arguments not named here are those of `ScheduleFreeOptimizer` and `BaseOptimizer`.
 

@@ -13,21 +13,22 @@ __all__ = ["Scion", "scion", "scion_init", "scion_step"]
 
 
 class Scion(Muon, name="scion"):
-    """Scion: step to the point of a norm ball that is the best along the momentum.
+    """Scion: step along the momentum by a fixed length, in a norm for each kind of layer.
 
         b <- momentum * b + (1 - momentum) * g
         p <- p - lr * radius * L(b) - lr * weight_decay * p
 
-    L(b) has a norm of 1: of a matrix with m rows and n columns sqrt(m / n) times Muon's X,
-    or with norm="sign" sign(b) / n, and of a vector b over its root mean square. With a
-    weight_decay of 1 parameters stay in the ball of this radius, if they begin there. The
-    norms are such that one lr and radius serve all widths.
+    L(b) has a norm of 1. For a matrix with m rows and n columns it is sqrt(m / n) times
+    Muon's X, or sign(b) / n with norm="sign"; for a vector it is b divided by its root mean
+    square. With a weight_decay of 1, parameters that begin in the ball of this radius stay
+    there. These norms let one lr and radius work for all widths.
 
     Args:
-        weight_decay: Factor on lr * p. 1: the constrained variant. 0: the unconstrained.
-        momentum: Share of b kept, in [0, 1): 1 - the authors' momentum.
+        weight_decay: Factor on lr * p. 1 is the constrained variant, 0 the unconstrained
+            one.
+        momentum: Share of b kept, in [0, 1), which is 1 minus the authors' momentum.
         norm: "spectral", or "sign" for output layers and embeddings.
-        radius: Factor on the step; it says how far parameters get from 0.
+        radius: Factor on the step, and the norm of the ball in which the parameters stay.
 
     Arguments not named here are those of `Muon` and of every optimizer: see
     `BaseOptimizer`.

@@ -21,17 +21,18 @@ class SGD(Body, name="sgd"):
 
         b <- momentum * b + (1 - dampening) * g,   p <- p - lr * b
 
-    Nesterov steps along g + momentum * b instead of b, and momentum = 0 along g.
+    With nesterov=True the step is along g + momentum * b instead of b. With momentum = 0 it
+    is along g.
 
     Args:
-        momentum: Share of b kept, in [0, 1); 0 needs no buffer. May change in mid-run.
+        momentum: Share of b kept, in [0, 1); 0 needs no buffer. It may change during a run.
         weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
             (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
-        dampening: True makes b a moving average (dampening = momentum). A number is
-            torch's dampening, with torch's start: the first b is the whole gradient.
+        dampening: True makes b a moving average, with a dampening equal to momentum. A
+            number is torch's dampening, and b begins as the first gradient, as in torch.
         decouple_wd: Subtract decay from the parameter, not through the gradient.
-        torch_init: With dampening=True, start b as the first gradient too.
-        nesterov: Look ahead; needs momentum and no dampening.
+        torch_init: With dampening=True, also begin with b as the first gradient.
+        nesterov: Use Nesterov's look ahead; needs momentum and no dampening.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 

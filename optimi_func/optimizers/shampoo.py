@@ -29,38 +29,42 @@ KL_START = 0.1  # the eigenvalues that KL-Shampoo begins with
 
 
 class Shampoo(SOAP, name="shampoo"):
-    """Shampoo: step along the momentum divided by roots of the gradients' covariances.
+    """Shampoo: step along the momentum times inverse roots of gradient covariances.
 
         L <- b3 * L + (1 - b3) * gg^T,   R <- b3 * R + (1 - b3) * g^Tg
         m <- b1 * m + (1 - b1) * g,      u = L^(-1/4) m R^(-1/4)
         p <- p - lr * u * ||a|| / ||u|| - lr * weight_decay * p
 
-    for a matrix g, with Adam's step a, whose length u is given; m, L and R corrected for
-    bias. The roots are of twice as many as the sides that have a factor.
+    Here g is the gradient of a matrix, and a is Adam's step, whose length the step gets. m,
+    L and R are bias corrected. The order of the root is twice the number of sides that have
+    a factor: four if both sides of a matrix have one.
 
-    KL-Shampoo fits both factors together to the gradients' covariance. Of an m x n matrix
+    KL-Shampoo (kl=True) fits both factors together to the covariance of the gradients. For
+    an m x n matrix
 
         L <- b3 * L + (1 - b3) / n * g R^-1 g^T
         R <- b3 * R + (1 - b3) / m * g^T L^-1 g
         u = L^(-1/2) m R^(-1/2)
 
-    so that u has the size of Adam's step by itself, without Adam's v.
+    In this variant u has the size of Adam's step without Adam's v.
 
-    The first gradient makes L, R and their roots. It moves nothing, but decay does. Every
-    precondition_frequency-th step after it ends with new roots, by a decomposition.
-    KL-Shampoo keeps eigenvectors, new ones by QR(L Q), and eigenvalues, which are averages
-    of each step from 0.1 on. Vectors, and what no side is rotated of, are Adam's. A
-    derivative holds the roots fixed.
+    The first step only sets L, R and their roots; parameters do not move except by decay.
+    After that, every precondition_frequency-th step ends with a decomposition that computes
+    new roots. KL-Shampoo instead stores eigenvectors, which it renews as QR(L Q), and
+    eigenvalues, which are averages over all steps that begin at 0.1. Adam updates vectors,
+    and matrices without a factor on any side. A derivative treats the roots as constants.
 
     Args:
-        betas: b1, and b2 of Adam's v, each in [0, 1).
+        betas: b1, and the b2 of Adam's v, each in [0, 1).
         weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
             lr / max_lr.
-        eps: Added to the root of v, and to KL-Shampoo's product of roots.
+        eps: Added to the root of v, and to the product of roots in KL-Shampoo.
         shampoo_beta: b3, in [0, 1): how much of L and R a step keeps; below 0: b2.
-        correct_bias: False: m, v, L and R as they are, as KL-Shampoo's authors have them.
-        kl: KL-Shampoo.
-        graft: Give u the length of Adam's step, which needs Adam's v. None: unless kl.
+        correct_bias: False: use m, v, L and R without bias correction, like KL-Shampoo's
+            authors.
+        kl: Use KL-Shampoo.
+        graft: Give u the length of Adam's step, which needs Adam's v. None: True, but False
+            for KL-Shampoo.
 
     Arguments not named here are those of `SOAP` and of every optimizer: see
     `BaseOptimizer`.

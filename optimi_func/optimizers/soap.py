@@ -31,17 +31,19 @@ class SOAP(Body, name="soap"):
         m <- b1 * m + (1 - b1) * z,   v <- b2 * v + (1 - b2) * z^2
         p <- p - lr * c * Q_L [m / (sqrt(v) + eps)] Q_R^T - lr * weight_decay * p
 
-    for a matrix g, with c = sqrt(1 - b2^(t-1)) / (1 - b1^(t-1)). Adam measures single
-    elements, SOAP combinations of rows and columns that hardly correlate.
+    Here g is the gradient of a matrix, and c = sqrt(1 - b2^(t-1)) / (1 - b1^(t-1)). Adam
+    divides single elements by their size. SOAP first rotates the matrix, so that it divides
+    combinations of rows and columns that are nearly uncorrelated.
 
-    The first gradient makes L and R, and as Q_L and Q_R their eigenvectors. It moves
-    nothing, but decay does. Every precondition_frequency-th step after it ends with
-    Q <- QR(L Q), which is dear. v is sorted with the columns of Q, and m turned into the
-    new bases. A pure step that cannot read its count computes bases every time: if it is
-    traced or vmapped, or on an accelerator. A derivative holds the bases fixed.
+    The first step only sets L and R, and Q_L and Q_R as their eigenvectors; parameters do
+    not move except by decay. After that, every precondition_frequency-th step ends with Q
+    <- QR(L Q), which is expensive. v is then sorted like the columns of Q, and m is rotated
+    into the new bases. A pure step that is traced, vmapped or on an accelerator cannot read
+    its step count, and computes new bases at every step. A derivative treats the bases as
+    constants.
 
-    State is at least float32: m and v in the shape of p, and the vectors `factors` and
-    `bases`, each of n^2 elements for each rotated side of length n.
+    The state is float32 or wider: m and v in the shape of p, and the vectors `factors` and
+    `bases`, each with n^2 elements for each rotated side of length n.
 
     Args:
         betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
@@ -50,12 +52,12 @@ class SOAP(Body, name="soap"):
         eps: Added to the root, before the bias correction.
         shampoo_beta: b3, in [0, 1): how much of L and R a step keeps; below 0: b2.
         precondition_frequency: Steps from one change of the bases to the next.
-        max_precond_dim: The largest side that is rotated. By default an embedding is
+        max_precond_dim: The longest side that is rotated. By default an embedding is
             rotated along its width only, and a convolution along each dimension.
         merge_dims: Merge dimensions as long as their product is at most max_precond_dim.
-        precondition_1d: Rotate vectors too. By default Adam moves them.
-        normalize_grads: Divide a parameter's move by its root mean square.
-        correct_bias: False: c = 1.
+        precondition_1d: Rotate vectors too. By default Adam updates them.
+        normalize_grads: Divide the move of a parameter by its root mean square.
+        correct_bias: False: c = 1, no bias correction.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 

@@ -11,13 +11,14 @@ __all__ = ["StableAdamW", "stableadamw", "stableadamw_init", "stableadamw_step"]
 
 
 class StableAdamW(Moments, name="stableadamw"):
-    """StableAdamW: AdamW with smaller steps if the gradient outgrows its second moment.
+    """StableAdamW: AdamW with shorter steps where a gradient is larger than v predicts.
 
         RMS^2 = mean(g^2 / max(vhat, eps^2))            over each tensor
         p <- p - (lr / max(1, RMS)) * (mhat / (sqrt(vhat) + eps) + weight_decay * p)
 
-    with Adam's bias corrected m and v. This is AdaFactor's update clipping
-    (arXiv:1804.04235), which replaces gradient clipping and needs no hyperparameter.
+    mhat and vhat are Adam's moments after bias correction. RMS is one number for each
+    tensor. This is Adafactor's update clipping (arXiv:1804.04235). It replaces gradient
+    clipping and has no hyperparameter.
 
     Args:
         betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.

@@ -1,4 +1,4 @@
-"""Train one model on all GPUs of a machine; without a GPU it runs on the CPU.
+"""Train one model on all GPUs of a machine, or without a GPU on the CPU.
 
 torchrun --standalone --nproc-per-node 2 examples/sharded.py
 """

@@ -303,7 +303,7 @@ def facts(name: str) -> list[str]:
     if rule.accumulate is None:
         found.append(
             '[Gradient release](../release.md) with `accumulation="states"` raises, '
-            "because the state is not a sum over gradients. Accumulation in a buffer works."
+            'because the state is not a sum over gradients. `accumulation="buffer"` works.'
         )
     return found
 
@@ -341,9 +341,8 @@ def page(name: str) -> str:
         "`storage`, `cautious_decay` and others.",
         "## State",
         f"For each parameter it stores {note.state}. The table has the bytes per "
-        f"element, measured on a {SIDE} x {SIDE} matrix. With [gradient release]"
-        "(../release.md), which frees each gradient inside backward, the last column "
-        "hardly exceeds the one before.",
+        f"element of a {SIDE} x {SIDE} matrix. Its last column includes the gradient, "
+        "which [gradient release](../release.md) frees inside backward.",
         memory(name, note),
         "\n".join(f"- {fact}" for fact in facts(name)),
         "## Coming from elsewhere",
@@ -403,8 +402,8 @@ def index() -> str:
 ## Names in the state
 
 Moments have the names of torch.optim where it has the optimizer, and are stored without
-bias correction. State dicts therefore load from torch.optim and back. 16-bit parameters
-also have `kahan_comp`, unless Kahan summation is off.
+bias correction. State dicts of torch.optim therefore load here, and ours load there. 16-bit
+parameters also have `kahan_comp`, unless Kahan summation is off.
 """
     shapes = """
 - Adafactor's `row_var` has the shape (..., rows, 1), its `col_var` (..., 1, columns), and

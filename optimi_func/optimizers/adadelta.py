@@ -18,7 +18,7 @@ class Adadelta(Coupled, name="adadelta"):
         d = sqrt(a + eps) / sqrt(v + eps) * g,   p <- p - lr * d
         a <- rho * a + (1 - rho) * d^2
 
-    The step has the unit of p whatever the unit of the loss, so lr is 1. The first steps
+    The size of a step does not depend on the scale of the loss, so lr is 1. The first steps
     have a size of about sqrt(eps).
 
     Args:

@@ -298,7 +298,7 @@ def facts(name: str) -> list[str]:
     if rule.means is not None:
         found.append(
             "Each step computes means over each tensor, for which it reads gradient and "
-            "state a second time. For sharded tensors the means take one message per step."
+            "state a second time. For sharded tensors, these means take one message per step."
         )
     if rule.accumulate is None:
         found.append(
@@ -341,7 +341,7 @@ def page(name: str) -> str:
         "`storage`, `cautious_decay` and others.",
         "## State",
         f"For each parameter it stores {note.state}. The table has the bytes per "
-        f"element of a {SIDE} x {SIDE} matrix. Its last column includes the gradient, "
+        f"element of a {SIDE} x {SIDE} matrix. The last column includes the gradient, "
         "which [gradient release](../release.md) frees inside backward.",
         memory(name, note),
         "\n".join(f"- {fact}" for fact in facts(name)),

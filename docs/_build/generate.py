@@ -36,6 +36,9 @@ def files() -> dict[Path, str]:
     for path in DOCS.glob("*.md"):
         name = path.relative_to(DOCS)
         made[name] = included.filled(made.get(name) or path.read_text())
+    for path in (DOCS / "reference").glob("*.md"):
+        name = path.relative_to(DOCS)
+        made[name] = reference_pages.filled(made.get(name) or path.read_text())
     return made
 
 

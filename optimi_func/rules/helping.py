@@ -179,7 +179,7 @@ def _hyperparameters(cls: type, names: list[str]) -> str:
 
 def _example(call: str, name: str) -> str:
     arguments = "params, grads, state, lr=0.1"
-    if call.startswith("compiled."):  # too long for one line
+    if len(f">>> params, state = {call}({arguments})") > 76:
         arguments = f"\n...     {arguments}\n... "
     return (
         f'>>> params = {{"weight": torch.ones(4, 2)}}\n'

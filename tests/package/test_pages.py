@@ -135,6 +135,16 @@ def test_generated_reference_pages_are_current() -> None:
     for name, made in reference_pages.pages().items():
         found = (DOCS / f"reference/{name}").read_text()
         assert found == made, f"{name}: python docs/_build/generate.py"
+    for path in (DOCS / "reference").glob("*.md"):
+        page = path.read_text()
+        assert page == reference_pages.filled(page), "python docs/_build/generate.py"
+        assert len(page.splitlines()) > 15, path.name
+
+
+def test_a_page_that_names_what_is_missing_is_an_error() -> None:
+    page = "<!-- api: optimi_func.nothing -->\n<!-- / -->"
+    with pytest.raises(SystemExit, match=r"names optimi_func\.nothing, which is not there"):
+        reference_pages.filled(page)
 
 
 def test_a_page_that_asks_for_code_that_is_missing_is_an_error() -> None:

@@ -206,7 +206,8 @@ class OwnRule(FunctionalOptimizer):
         """The rule, with the class's `init` of these hyperparameters."""
         if not hasattr(self.owner, "init"):
             return self.rule
-        numbers, plain = self.numbers, self.has_numbers
+        # torch.compile cannot trace `has_numbers`, and a trace stores no rule.
+        numbers, plain = self.numbers, not torch.compiler.is_compiling() and self.has_numbers
         if not self.owner._name:  # an own init may read rates that no other method reads
             rates: dict[str, Any] = {name: getattr(self, name) for name in RATES}
             numbers = rates | numbers
@@ -215,7 +216,7 @@ class OwnRule(FunctionalOptimizer):
         init: Any = self.rule.init
         rule = replace(self.rule, init=partial(init, numbers=numbers))
         # Each pure step checks its state by it. Tensors may belong to a transformation.
-        if not torch.compiler.is_compiling() and plain:
+        if plain:
             self.__dict__["starting_rule"] = rule
         return rule
 

@@ -279,6 +279,8 @@ def test_short_cuts_change_no_bit(case: Case) -> None:
         g = {"odd": g_odd.to(dtype), "usual": torch.randn(7, 3).to(dtype)}
         if case.name not in MATRICES:
             p["0-d"], g["0-d"] = torch.randn(2).to(dtype).unbind()
+        if isinstance(case.options.get("split"), dict):  # of five columns
+            p, g = ({"odd": x["odd"][:, :5].clone()} for x in (p, g))
         q, state = p, optimizer.init(p)
         twin = state
         for _ in range(7):

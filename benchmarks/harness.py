@@ -235,10 +235,11 @@ def peak_bytes(
     events.sort(key=lambda event: event[0])
     allocated = [(when, found["Total Allocated"]) for when, found in events]
     end = part["ts"] + part["dur"]
-    began = [total for when, total in allocated if when < part["ts"]][-1]
-    if whole:
-        began = allocated[0][1] - events[0][1]["Bytes"]
-    return max(total for when, total in allocated if part["ts"] <= when <= end) - began
+    held = [total for when, total in allocated if when < part["ts"]][-1]
+    began = allocated[0][1] - events[0][1]["Bytes"] if whole else held
+    # A compiled step may allocate nothing.
+    during = [total for when, total in allocated if part["ts"] <= when <= end]
+    return max([held, *during]) - began
 
 
 def parameters(tensors: list[Tensor], grads: list[Tensor]) -> list[Tensor]:

@@ -124,7 +124,9 @@ def _is_number(x: object) -> TypeGuard[float]:
 def number_defaults(factory: Callable[..., object]) -> dict[str, object]:
     """Return the defaults of a factory's keywords that take numbers."""
     parameters = inspect.signature(factory).parameters
-    flags = [name for name, x in parameters.items() if x.annotation is bool]
+    # The signature names its types in words, for readers.
+    types = getattr(factory, "__dataclass_fields__", parameters)
+    flags = [k for k in parameters if getattr(types[k], "type", None) is bool]
     choices = (*getattr(factory, "choices", ()), *flags)
     return {k: x.default for k, x in parameters.items() if k not in choices}
 

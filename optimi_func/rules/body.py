@@ -207,7 +207,10 @@ class OwnRule(FunctionalOptimizer):
         if not hasattr(self.owner, "init"):
             return self.rule
         # torch.compile cannot trace `has_numbers`, and a trace stores no rule.
-        numbers, plain = self.numbers, not torch.compiler.is_compiling() and self.has_numbers
+        numbers, plain = (
+            self.numbers,
+            not torch.compiler.is_compiling() and self.has_numbers,
+        )
         if not self.owner._name:  # an own init may read rates that no other method reads
             rates: dict[str, Any] = {name: getattr(self, name) for name in RATES}
             numbers = rates | numbers

@@ -1,7 +1,7 @@
 """The sections and the table of cookbook.md, from the files in examples/rules.
 
-The docstring of such a file has three paragraphs: its citation, its update, and what it is
-for.
+The docstring of such a file has three paragraphs: the citation of the paper, the formula of
+the update, and when to use the rule.
 """
 
 import ast
@@ -42,7 +42,7 @@ def linked(citation: str) -> str:
 
 
 def shown(cls: ast.ClassDef) -> str:
-    """Return the parts of own_rule.md that a class is an example for."""
+    """Return the parts of own_rule.md that a class illustrates."""
     methods = {x.name: x for x in cls.body if isinstance(x, ast.FunctionDef)}
     names = {x.id for x in ast.walk(cls) if isinstance(x, ast.Name)}
     classes = {x.name for x in cls.body if isinstance(x, ast.ClassDef)}
@@ -78,7 +78,7 @@ def table() -> str:
     """Return the table of the rules that have no section."""
     rows = [f"| `{r.file}` | {r.paper} | {r.use} | {r.shows} |"
             for r in rules() if r.name not in SHOWN]  # fmt: skip
-    head = ["| file | paper | what it is for | example for |", "|---|---|---|---|"]
+    head = ["| file | paper | when to use it | illustrates |", "|---|---|---|---|"]
     return "\n".join([*head, *rows]) + "\n"
 
 

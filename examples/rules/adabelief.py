@@ -3,8 +3,8 @@ Gradients, Zhuang et al. 2020 (arXiv:2010.07468).
 
 v = b2 v + (1 - b2) (g - m)^2 + eps, x -= lr m / sqrt(v)
 
-For images, GANs and recurrent networks, in place of Adam. Results depend
-strongly on eps; 1e-8 to 1e-16 are usual.
+Use it instead of Adam for image models, GANs and recurrent networks.
+Results depend strongly on eps; values from 1e-16 to 1e-8 are usual.
 """
 
 from typing import NamedTuple

@@ -3,8 +3,8 @@ Everett et al. 2024 (arXiv:2407.05872).
 
 x -= lr atan2(m, sqrt(v))
 
-For gradients of any scale, also the tiny ones of very large models. It is
-Adam without eps.
+Use it for gradients of any scale, including the tiny gradients of very
+large models. It is Adam without eps.
 """
 
 from typing import NamedTuple

@@ -1,10 +1,11 @@
 """Adam-mini: Use Fewer Learning Rates To Gain More, Zhang et al. 2024
 (arXiv:2406.16793).
 
-v = b2 v + (1 - b2) mean(g^2), one for each row, x -= lr m / sqrt(v)
+v = b2 v + (1 - b2) mean(g^2), one v for each row, x -= lr m / sqrt(v)
 
-For language models with half of Adam's state. It stores one second moment
-for each row, which is the paper's choice for MLPs and output layers.
+Use it for language models if Adam's state is too large: it needs half as
+much memory. It stores one second moment for each row, which is the paper's
+choice for MLPs and output layers.
 """
 
 from typing import NamedTuple

@@ -3,10 +3,10 @@ Pre-Training, Guo & Fan 2025 (arXiv:2511.14721).
 
 x -= lr adam(g), then x / (1 + tau) if |x| <= (1 + tau) delta,
 else x - tau delta sign(x),
-tau = lr weight_decay, delta a mean of |x|
+tau = lr weight_decay, delta = a running mean of |x|
 
-For pretraining. Large weights decay by a constant amount, as with an L1
-penalty, and small weights in proportion to their size.
+Use it for pretraining. Large weights decay by a constant amount, as with an
+L1 penalty, and small weights decay in proportion to their size.
 """
 
 from typing import NamedTuple

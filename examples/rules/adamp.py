@@ -1,10 +1,11 @@
 """AdamP: Slowing Down the Slowdown for Momentum Optimizers on
 Scale-invariant Weights, Heo et al. 2020 (arXiv:2006.08217).
 
-d = m / sqrt(v), less its part along x if g has next to none, x -= lr d
+d = m / sqrt(v), without its part along x if g is almost orthogonal to x,
+x -= lr d
 
-For networks with normalization layers, whose weights keep growing under
-Adam. It removes the part of a step that only changes the length of a
+Use it for networks with normalization layers, whose weights keep growing
+under Adam. It removes the part of a step that only changes the length of a
 weight.
 """
 

@@ -3,8 +3,9 @@ Post-training, Zhang et al. 2025 (arXiv:2505.16363).
 
 v = b2 last m^2 + (1 - b2) g^2, m = b1 m + (1 - b1) g, x -= lr m / sqrt(v)
 
-For language models, with Adam's hyperparameters and half of its state. It
-derives the second moment from the first.
+Use it for language models, with the same hyperparameters as Adam. It
+computes the second moment from the first, so its state is half as large as
+Adam's.
 """
 
 from typing import NamedTuple

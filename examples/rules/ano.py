@@ -3,8 +3,8 @@
 
 x -= lr |g| sign(m) / sqrt(v), v += (1 - b2) sign(g^2 - v) g^2
 
-For noisy gradients, as in reinforcement learning. Momentum decides the
-direction of a step, and the current gradient its size.
+Use it for noisy gradients, as in reinforcement learning. The momentum
+decides the direction of a step, and the current gradient decides its size.
 """
 
 from typing import NamedTuple

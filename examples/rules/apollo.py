@@ -2,10 +2,10 @@
 (arXiv:2412.05270).
 
 x -= lr scale g diag(|u_j| / |r_j|), u = adam(r), r = P g,
-a normal P anew at every `gap`-th
+with a new normal P at every `gap`-th step
 
-For pretraining when Adam's moments do not fit into memory. It needs no
-singular value decomposition, unlike GaLore.
+Use it for pretraining if Adam's moments do not fit into memory. Unlike
+GaLore, it needs no singular value decomposition.
 """
 
 from typing import Any, NamedTuple

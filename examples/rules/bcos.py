@@ -2,10 +2,10 @@
 Xiao 2025 (arXiv:2507.08963).
 
 x -= lr m / sqrt(v), v = (3 b^2 - 2 b^3) o^2 + (1 - b)^2 g (g + 2 b o),
-o the m before
+where o is the previous m
 
-For results like Adam's with one moment. The second moment is estimated from
-the first.
+Use it if you want results like Adam's but can store only one moment. It
+estimates the second moment from the first.
 """
 
 from typing import NamedTuple

@@ -4,8 +4,8 @@ Orabona & Tommasi 2017 (arXiv:1705.07795).
 x = x0 - total (L + reward) / (L max(G + L, alpha L)), L = max |g|,
 G = sum |g|
 
-For training without a learning rate to tune. The lr of 1 is the paper's;
-other values scale the step.
+Use it to train without tuning a learning rate. The paper's step corresponds
+to lr = 1; other values scale the step.
 """
 
 from typing import NamedTuple

@@ -2,10 +2,10 @@
 Wang et al. 2025 (arXiv:2509.24218).
 
 v = b2 v + (1 - b2) (U^T g)^2, x -= lr U (U^T m / sqrt(v)),
-U of every `gap`-th m = U S V^T
+where U S V^T = m at every `gap`-th step
 
-For language models. It runs Adam in the basis of the momentum's singular
-vectors, and normalizes the columns.
+Use it for language models. It runs Adam in the basis of the momentum's
+singular vectors, and normalizes the columns.
 """
 
 from typing import NamedTuple

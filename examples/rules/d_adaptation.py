@@ -3,8 +3,8 @@
 
 s += lr d g, d = max(d, (|s|^2 - sum (lr d |g|)^2) / (2 |s|)), x -= lr d g
 
-For runs without a tuned learning rate. It estimates the distance d to a
-solution. Set lr to one over the norm of the first gradient.
+Use it to train without tuning a learning rate. It estimates the distance d
+to a solution. Set lr to 1 divided by the norm of the first gradient.
 """
 
 from typing import NamedTuple

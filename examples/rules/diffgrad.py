@@ -3,7 +3,7 @@ Dubey et al. 2019 (arXiv:1909.11015).
 
 x -= lr sigmoid(|g - last g|) m / sqrt(v)
 
-For image networks. It is Adam with smaller steps for elements whose
+Use it for image networks. It is Adam with smaller steps for elements whose
 gradient hardly changes.
 """
 

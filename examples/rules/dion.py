@@ -4,8 +4,9 @@
 B = m + g, P = orth(B Q), R = B^T P, m = B - (1 - mu) P R^T, Q = R / |R_j|,
 x -= lr sqrt(rows / columns) P Q^T
 
-For Muon with a low rank. It orthogonalizes `rank` columns by a QR
-decomposition, and the momentum keeps the rest for later steps.
+Use it instead of Muon if a low-rank update is enough. It orthogonalizes
+`rank` columns by a QR decomposition, and the momentum stores the rest of
+the update for later steps.
 """
 
 from typing import Any, NamedTuple

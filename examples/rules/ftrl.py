@@ -3,8 +3,9 @@
 n += g^2, z += lr g - (sqrt(n) - sqrt(last n)) x,
 x = -shrink(z, lr l1) / (beta + sqrt(n))
 
-For sparse linear models, as FTRL-Proximal. Weights should begin at 0;
-otherwise they are drawn to their first values.
+Use it for sparse linear models; the paper calls it FTRL-Proximal.
+Initialize the weights to 0, because the rule pulls them towards their
+initial values.
 """
 
 from typing import NamedTuple

@@ -2,10 +2,10 @@
 Zhao et al. 2024 (arXiv:2403.03507).
 
 x -= lr P adam(P^T g),
-P = the first `rank` left singular vectors of every `gap`-th g
+P = the first `rank` left singular vectors of g at every `gap`-th step
 
-For pretraining and finetuning when Adam's moments do not fit into memory.
-It runs Adam on a low-rank projection of each gradient.
+Use it for pretraining and finetuning if Adam's moments do not fit into
+memory. It runs Adam on a low-rank projection of each gradient.
 """
 
 from typing import NamedTuple
@@ -40,7 +40,7 @@ class GaLore(Optimizer):
     def whole(self, d: Tensor, s: State, t: float):
         (b1, b2), basis = self.betas, s.basis
         if (due := (t - 1) % self.gap == 0) is not False:
-            # At other steps of a t that is a tensor, of another matrix.
+            # If t is a tensor, all steps decompose x, but few use the result.
             x = where(due, d, s.basis @ s.exp_avg)
             u, _, _ = torch.linalg.svd(x, full_matrices=False)
             basis = where(due, u[:, : self.rank], basis)

@@ -3,8 +3,8 @@
 
 x -= lr |m| / sqrt(v) sign(g)
 
-For steps that always follow the sign of the gradient, with the size of
-Adam's step. The option `cautious=True` is related.
+Use it if steps should always have the sign of the gradient and the size of
+Adam's steps. The option `cautious=True` of other optimizers is related.
 """
 
 from typing import NamedTuple

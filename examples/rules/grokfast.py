@@ -1,10 +1,11 @@
 """Grokfast: Accelerated Grokking by Amplifying Slow Gradients,
 Lee et al. 2024 (arXiv:2405.20233).
 
-h = alpha h + (1 - alpha) g, at first g, then Adam of g + amplify h
+h = alpha h + (1 - alpha) g, beginning with h = g,
+then Adam with the gradient g + amplify h
 
-For small algorithmic data sets on which generalization comes long after the
-training loss has fallen. It amplifies the slow part of the gradient.
+Use it for small algorithmic data sets on which the validation loss falls
+long after the training loss. It amplifies the slow part of the gradient.
 """
 
 from typing import NamedTuple

@@ -3,8 +3,8 @@ AdaGrad, Choudhury et al. 2024 (arXiv:2403.02648).
 
 b += g^2, m += eta g^2 + g^2 / b, x -= lr sqrt(m) / b g
 
-For features of very different scales, as in generalized linear models, and
-for problems that suit Adagrad.
+Use it if features have very different scales, as in generalized linear
+models, and for other problems that suit Adagrad.
 """
 
 from typing import NamedTuple

@@ -1,10 +1,10 @@
 """MARS: Unleashing the Power of Variance Reduction for Training Large
 Models, Yuan et al. 2024 (arXiv:2411.10438).
 
-c = clip(g + gamma b1 / (1 - b1) (g - last)), then Adam of c
+c = clip(g + gamma b1 / (1 - b1) (g - last)), then Adam with c
 
-For pretraining of language models. This is the variant that needs only one
-gradient for each step.
+Use it to pretrain language models. This file contains the variant that
+needs only one gradient for each step.
 """
 
 from typing import NamedTuple

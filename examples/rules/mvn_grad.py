@@ -3,8 +3,8 @@ Gradients, Patitucci & Mokhtari 2026 (arXiv:2602.10204).
 
 v = b2 v + (1 - b2) (g - m)^2, n = b1 n + (1 - b1) g / sqrt(v), x -= lr n
 
-For spiky gradients. A spike is divided by the deviation before it enters
-the momentum, as in LaProp.
+Use it for spiky gradients. As in LaProp, a gradient is normalized before it
+enters the momentum, here by its standard deviation.
 """
 
 from typing import NamedTuple

@@ -1,10 +1,10 @@
 """Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training
 of Deep Networks, Ginsburg et al. 2019 (arXiv:1905.11286).
 
-v = b2 v + (1 - b2) |g|^2, one for each tensor, m = b1 m + g / sqrt(v),
+v = b2 v + (1 - b2) |g|^2, one v for each tensor, m = b1 m + g / sqrt(v),
 x -= lr m
 
-For speech and image networks, with half of Adam's state.
+Use it for speech and image networks. Its state is half as large as Adam's.
 """
 
 from typing import NamedTuple

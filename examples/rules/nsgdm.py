@@ -3,8 +3,8 @@
 
 m = b m + (1 - b) g, x -= lr m / |m|
 
-For heavy-tailed noise and for private training. The step of each tensor has
-the length lr.
+Use it for gradients with heavy-tailed noise, and for differentially private
+training. The step of each tensor has the length lr.
 """
 
 from typing import NamedTuple

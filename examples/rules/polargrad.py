@@ -1,10 +1,10 @@
 """PolarGrad: A Class of Matrix-Gradient Optimizers from a Unifying
 Preconditioning Perspective, Lau et al. 2025 (arXiv:2505.21799).
 
-x -= lr |m|_* polar(m), |m|_* the sum of the singular values
+x -= lr |m|_* polar(m), where |m|_* is the sum of the singular values
 
-For Muon with a step that shrinks as the gradient does. It computes singular
-values; `Muon(adjust_lr_fn="nuclear")` iterates instead.
+Use it instead of Muon if the step should shrink with the gradient. It
+computes singular values; `Muon(adjust_lr_fn="nuclear")` iterates instead.
 """
 
 from typing import NamedTuple

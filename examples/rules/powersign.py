@@ -3,8 +3,9 @@
 
 x -= lr exp(sign(g) sign(m)) g
 
-For steps that are larger where gradient and momentum agree in sign. It was
-found by a search, as Lion was later.
+Use it if steps should be larger where the gradient and the momentum have
+the same sign. The formula was found by an automated search, as Lion's was
+later.
 """
 
 from typing import NamedTuple

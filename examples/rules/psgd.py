@@ -2,8 +2,8 @@
 
 x -= lr Q^T Q g, with a triangular Q that is fitted so that Q g is white
 
-For ill-conditioned problems. This file preconditions only the rows of a
-matrix.
+Use it for ill-conditioned problems. This file preconditions only the rows
+of a matrix.
 """
 
 from typing import NamedTuple

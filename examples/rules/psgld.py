@@ -1,10 +1,10 @@
 """Preconditioned Stochastic Gradient Langevin Dynamics for Deep Neural
 Networks, Li et al. 2015 (arXiv:1512.07666).
 
-x -= lr g / sqrt(v) + sqrt(2 lr temperature / sqrt(v)) z, z normal
+x -= lr g / sqrt(v) + sqrt(2 lr temperature / sqrt(v)) z, with normal z
 
-For samples from a posterior whose parameters have different scales. The
-paper's term with the derivative of v is left out, as is usual.
+Use it to sample from a posterior if the parameters have different scales.
+As is usual, this file leaves out the paper's term with the derivative of v.
 """
 
 from typing import NamedTuple

@@ -3,8 +3,8 @@
 
 m = b m + (1 - b) g, x -= lr ((1 - nu) g + nu m)
 
-For tuning between SGD, momentum and Nesterov's momentum (nu = b) in one
-rule. Begin with nu = 0.7 and b = 0.999.
+Use it to tune between SGD, momentum and Nesterov's momentum (nu = b) with
+one rule. Begin with nu = 0.7 and b = 0.999.
 """
 
 from typing import NamedTuple

@@ -5,8 +5,8 @@ Approximation with a Low-Rank Extension, Gong et al. 2025
 r = b r + (1 - b) mean_j(g^2), c = b c + (1 - b) mean_i(g^2),
 x -= lr alpha g / sqrt(r c)
 
-For pretraining with nearly the memory of SGD. It stores one number for each
-row and each column.
+Use it for pretraining with nearly as little memory as SGD. It stores one
+number for each row and each column.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from optimi_func.rules import Optimizer, Shaped, root, where
 class RACS(Optimizer):
     beta: float = 0.9  # b
     alpha: float = 0.05
-    growth: float = 1.01  # most of the move's norm from step to step
+    growth: float = 1.01  # largest growth of the update's norm per step
     eps: float = 1e-8
 
     class State(NamedTuple):

@@ -1,10 +1,11 @@
 """SGDP, of AdamP: Slowing Down the Slowdown for Momentum Optimizers on
 Scale-invariant Weights, Heo et al. 2020 (arXiv:2006.08217).
 
-m = b m + g, less its part along x if g has next to none, x -= lr m
+m = b m + g, without its part along x if g is almost orthogonal to x,
+x -= lr m
 
-For networks with normalization layers, such as ResNets, whose weights keep
-growing under SGD with momentum.
+Use it for networks with normalization layers, such as ResNets, whose
+weights keep growing under SGD with momentum.
 """
 
 from typing import NamedTuple

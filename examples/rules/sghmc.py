@@ -2,10 +2,10 @@
 (arXiv:1402.4102).
 
 v = (1 - friction) v - lr g + sqrt(2 friction lr temperature) z, x += v,
-z normal
+with normal z
 
-For samples from a posterior. They are less correlated than those of SGLD.
-Keep lr constant.
+Use it to sample from a posterior. The samples are less correlated than the
+samples of SGLD. Keep lr constant.
 """
 
 from typing import NamedTuple

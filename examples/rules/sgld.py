@@ -1,10 +1,10 @@
 """Bayesian Learning via Stochastic Gradient Langevin Dynamics, Welling &
 Teh (ICML 2011).
 
-x -= lr g + sqrt(2 lr temperature) z, z normal
+x -= lr g + sqrt(2 lr temperature) z, with normal z
 
-For samples from a posterior, to estimate uncertainty. The loss has to be
-the sum over all data, not a mean over a batch.
+Use it to sample from a posterior, for example to estimate uncertainty. The
+loss has to be the sum over all data, not a mean over a batch.
 """
 
 import torch

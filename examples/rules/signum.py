@@ -3,8 +3,9 @@ Bernstein et al. 2018 (arXiv:1802.04434).
 
 m = b m + (1 - b) g, x -= lr sign(m)
 
-For half of Adam's state. It is the baseline of Lion, and of distributed
-training in which processes vote on signs.
+Use it if Adam's state is too large: it needs half as much memory. It is a
+baseline for Lion, and for distributed training in which processes vote on
+signs.
 """
 
 from typing import NamedTuple

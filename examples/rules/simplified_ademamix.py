@@ -3,8 +3,8 @@ SGD Variants, Morwani et al. 2025 (arXiv:2502.02431).
 
 m = b1 m + g, x -= lr (m + alpha g) / sqrt(v)
 
-For large batches. It is AdEMAMix with a single momentum near 1. Use at most
-(1 - b1) times Adam's lr.
+Use it for large batches. It is AdEMAMix with a single momentum near 1. Use
+an lr of at most (1 - b1) times Adam's.
 """
 
 from typing import NamedTuple

@@ -2,9 +2,10 @@
 Training, Scetbon et al. 2025 (arXiv:2502.06742).
 
 g is divided by the root mean squares of its rows, then of its columns,
-`rounds` times
+and this is repeated `rounds` times
 
-For the hidden matrices of language models, without any state.
+Use it for the hidden matrices of language models, if no state at all should
+be stored.
 """
 
 from torch import Tensor

@@ -1,11 +1,11 @@
 """Memory-Efficient Adaptive Optimization, Anil et al. 2019
 (arXiv:1901.11150).
 
-v[i, j] = min(row[i], column[j]) + g^2, row and column keep its maxima,
+v[i, j] = min(row[i], column[j]) + g^2, row and column store the maxima of v,
 x -= lr g / sqrt(v)
 
-For large embeddings, with almost no state. It is Adagrad in the form
-SM3-II, without momentum.
+Use it for large embeddings; it stores almost no state. It is Adagrad in the
+form SM3-II, without momentum.
 """
 
 from typing import NamedTuple

@@ -2,11 +2,11 @@
 Huang et al. 2025 (arXiv:2501.06842).
 
 g = sign(g) sqrt(theta v) where g^2 > theta v, then Adam,
-anew at every `every`-th step
+restarted at every `every`-th step
 
-For language models whose loss has spikes. It clips single elements that
-spike, restarts Adam regularly, and warms up for `warm` steps after each
-restart.
+Use it for language models whose loss has spikes. It clips single elements
+that spike, restarts Adam regularly, and warms up for `warm` steps after
+each restart.
 """
 
 import math

@@ -57,7 +57,7 @@ def draw(folder=HERE) -> None:
     panels[0].set_ylabel("bits per byte above float32")
     # Below the points, where there is room for it.
     for axes in panels:
-        axes.set_ylim(min(low) - 0.35 * (max(high) - min(low)), max(high))
+        axes.set_ylim(min(low) - 0.5 * (max(high) - min(low)), max(high))
     panels[0].legend(frameon=False, loc="lower left", fontsize=10)
     save(figure, "loss.svg", folder)
 

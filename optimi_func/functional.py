@@ -1,9 +1,11 @@
 """Optimizers as pure functions over pytrees: (params, grads, state) -> (params, state).
 
-Each rule has three names. `adamw(lr=...)` binds all hyperparameters and returns a
-`FunctionalOptimizer`, `adamw_init(params)` makes a state, and `adamw_step(params, grads,
-state, lr=...)` makes a step. Arguments are never written to, results share no memory with
-them, and everything composes with torch.compile, vmap, grad and jvp.
+Each optimizer has three names. `adamw_init(params)` returns the first state, and
+`adamw_step(params, grads, state, lr=...)` returns the parameters and the state after one
+step. `adamw(lr=...)` is a `FunctionalOptimizer`: an object with fixed hyperparameters whose
+methods `init` and `step` are these two functions. No function writes to its arguments, and
+results share no memory with them. All of them work with `torch.compile`, `torch.vmap`, and
+`torch.func.grad` and `jvp`.
 
 `params` is a pytree: a tensor, or any nesting of dicts, lists, tuples and registered
 classes with floating-point or complex tensors in it. `grads` has the same structure. Where

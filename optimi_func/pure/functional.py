@@ -65,7 +65,7 @@ def _leaves(tree: PyTree) -> Sequence[object]:
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionalOptimizer(Kept):
-    """An optimizer as a value, for example `adamw(lr=...)`: a rule and its hyperparameters.
+    """A pure optimizer with fixed hyperparameters, for example `adamw(lr=1e-3)`.
 
     Each optimizer is a subclass, with its own hyperparameters as further fields. A
     hyperparameter is a float, a 0-d tensor or a schedule: a function of the number of steps
@@ -327,15 +327,25 @@ class FunctionalOptimizer(Kept):
         state_dtype: torch.dtype | None = None,
         storage: StorageLike | None = None,
     ) -> TreeState:
-        """Return fresh state for `params`.
+        """Return the state of the optimizer before its first step on `params`.
 
         Args:
-            params: Parameter tree.
-            kahan_sum: None compensates float16 and bfloat16 parameters; False none.
-            state_dtype: The moments' dtype; None takes each parameter's. A second
-                moment is never float16.
-            storage: Storage of parameters and moments instead of these two: "compact",
-                "exact" or `Storage(param, moments)`.
+            params: A floating-point or complex tensor, or any pytree of such tensors.
+            kahan_sum: False turns off Kahan summation, which stores the rounding error of
+                each float16 and bfloat16 parameter and adds it back at the next step. None
+                turns it on.
+            state_dtype: The dtype of the moments. None uses the dtype of each parameter,
+                except that second moments are never float16.
+            storage: How parameters and moments are stored, in place of `kahan_sum` and
+                `state_dtype`: "compact", "exact" or a `Storage`.
+
+        Returns:
+            A `TreeState` to pass to the first `step`.
+
+        Raises:
+            TypeError: A parameter is not a dense floating-point or complex tensor.
+            ValueError: `params` has no tensor, the rule does not accept the shape of a
+                parameter, or the options of storage exclude each other.
         """
         # Not `mistakes`, which has a lock that a graph cannot enter.
         checks.warn(self.likely_mistakes() + checks.decay_mistakes(self.unscaled_decays))
@@ -349,17 +359,25 @@ class FunctionalOptimizer(Kept):
     def step(
         self, params: T, grads: PyTree, state: TreeState, *, rewrite: Rewrite | None = None
     ) -> tuple[T, TreeState]:
-        """Return the parameters and the state after one update.
+        """Return the parameters and the state after one step.
 
         Args:
-            params: Parameter tree.
-            grads: Its gradients; a parameter whose gradient is None does not change, nor
-                does its state.
-            state: From `init` or the step before.
-            rewrite: Changes the updates before they are added: see `transforms.chain`.
+            params: A floating-point or complex tensor, or any pytree of such tensors.
+            grads: The gradients: a tree of the same structure, in which each tensor has the
+                shape of its parameter, and its dtype or a wider one. Where a gradient is
+                None, the parameter and its state are returned unchanged.
+            state: The state that `init(params)` or the step before returned.
+            rewrite: A function that changes the updates before they are added to the
+                parameters. `transforms.chain` passes it.
 
         Returns:
-            New parameters and new state; if a gradient is None, the same objects.
+            (params, state): The updated parameters, and the state for the next step.
+
+        Raises:
+            TypeError: A parameter is not a dense floating-point or complex tensor, or
+                `state` is not a `TreeState`.
+            ValueError: The trees differ in structure, or a gradient or a state does not
+                fit its parameter.
         """
         return self._step(
             FlatTree.of(params, grads, state).check(self.shaped_rule), rewrite
@@ -440,14 +458,18 @@ class FunctionalOptimizer(Kept):
         return now._replace(coeffs=coeffs._replace(**dict(zip(own, given))))
 
     def eval_params(self, params: T, state: TreeState) -> T:
-        """Return the parameters to evaluate the model with: the average of Schedule-Free.
+        """Return the parameters to evaluate the model with.
 
-        Other optimizers return `params`. Like a step it writes to nothing, and can be
+        For the Schedule-Free optimizers these are the averaged parameters; all other
+        optimizers return `params`. Like a step this is a pure function: it can be
         differentiated, vmapped and compiled.
 
         Args:
-            params: Parameter tree.
-            state: Its state, after the same steps.
+            params: The parameters that the last step returned.
+            state: The state that the last step returned.
+
+        Returns:
+            A tree with the structure, shapes and dtypes of `params`.
         """
         # No gradients are needed, so the parameters are checked in their place.
         tree = FlatTree.of(params, params, state).check(self.shaped_rule)

@@ -36,12 +36,17 @@ N = TypeVar("N", bound=Named)
 
 
 class LeafState:
-    """The state of one parameter: the rule's fields and, if there is one, `kahan_comp`.
+    """The state of one parameter.
 
-    For a parameter that is rounded at random, that is the seed, a 0-d int64. A registered
-    pytree node. Fields are attributes: `state.leaves["w"].exp_avg` is a tensor, or codes
-    whose `decode(dtype)` returns one. The rule's running scalars are attributes too, as 0-d
-    tensors on the step count's device.
+    It has an attribute for each tensor that the rule stores, such as
+    `state.leaves["w"].exp_avg`. A moment in 8 bits is an object with a method
+    `decode(dtype)`, which returns a tensor. Numbers that a rule stores for all parameters
+    together are attributes, too, as 0-d tensors.
+
+    `kahan_comp` is the rounding error that Kahan summation stores, or None. If the
+    parameter is rounded at random, it is the seed instead, a 0-d int64 tensor.
+
+    The class is a registered pytree node, so `torch.utils._pytree` maps over its tensors.
     """
 
     __slots__ = ("kahan_comp", "rule_state", "running")
@@ -116,7 +121,13 @@ pytree.register_pytree_node(
 
 @serializable
 class TreeState(NamedTuple):
-    """The state of a parameter tree."""
+    """The state of a parameter tree.
+
+    Attributes:
+        step: The number of steps taken so far, a 0-d float32 tensor on the device of the
+            parameters.
+        leaves: A tree with the structure of the parameters and a `LeafState` for each.
+    """
 
     step: Tensor  # 0-d float32 on the parameters' device: steps taken so far
     leaves: PyTree  # the parameters' structure with a LeafState for each

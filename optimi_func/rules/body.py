@@ -260,13 +260,27 @@ class OwnRule(FunctionalOptimizer):
         rewrite: Rewrite | None = None,
         **extras: PyTree,
     ) -> tuple[T, TreeState]:
-        """Return the parameters and the state: see `FunctionalOptimizer.step`.
+        """Return the parameters and the state after one step.
 
-        Extras are what `direction` takes besides, by name: trees with a tensor for each
-        parameter, or prefixes of them.
+        Args:
+            params: A floating-point or complex tensor, or any pytree of such tensors.
+            grads: The gradients: a tree of the same structure. Where a gradient is None,
+                the parameter and its state are returned unchanged.
+            state: The state that `init(params)` or the step before returned.
+            rewrite: A function that changes the updates before they are added to the
+                parameters. `transforms.chain` passes it.
+            **extras: The further arguments of the rule's `direction`, by name. Each is a
+                tree with a tensor for each parameter, or one number for all.
+
+        Returns:
+            (params, state): The updated parameters, and the state for the next step.
 
         Raises:
-            TypeError: An extra that `direction` lacks, or does not take.
+            TypeError: An extra is missing, or `direction` has no such argument. Also if a
+                parameter is not a dense floating-point or complex tensor, or `state` is not
+                a `TreeState`.
+            ValueError: The trees differ in structure, or a gradient, a state or an extra
+                does not fit its parameter.
         """
         if (extras or self.rule.extras) and self.rule.lacks(extras):
             raise TypeError(
@@ -659,9 +673,17 @@ class InitFunction(Protocol):
 def functions(
     cls: Callable[Concatenate[Params, P], Body],
 ) -> tuple[Callable[P, OwnRule], InitFunction, StepFunction[P]]:
-    """Return `lion`, `lion_init` and `lion_step`, for example: the value and its functions.
+    """Return the pure functions of a class, such as `lion`, `lion_init` and `lion_step`.
 
-    The init takes the options that its State depends on.
+    `lion_init` has an argument for each option on which the state depends. `help` of each
+    function is generated from the docstring of the class.
+
+    Args:
+        cls: An optimizer that is written as a class body.
+
+    Returns:
+        (lion, lion_init, lion_step): The function that makes a `FunctionalOptimizer`, the
+            one that makes the first state, and the one that takes a step.
     """
     value: Any = cast(Any, cls).pure
     value.__doc__ += example_of_value(value.owner, value.__name__)

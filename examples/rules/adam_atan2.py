@@ -3,8 +3,8 @@ Everett et al. 2024 (arXiv:2407.05872).
 
 x -= lr atan2(m, sqrt(v))
 
-Use it for gradients of any scale, including the tiny gradients of very
-large models. It is Adam without eps.
+Use Adam-atan2 for gradients of any scale, including the tiny gradients of
+very large models. Adam-atan2 is Adam without eps.
 """
 
 from typing import NamedTuple

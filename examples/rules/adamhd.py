@@ -5,8 +5,9 @@ x -= lr adam(g), then x / (1 + tau) if |x| <= (1 + tau) delta,
 else x - tau delta sign(x),
 tau = lr weight_decay, delta = a running mean of |x|
 
-Use it for pretraining. Large weights decay by a constant amount, as with an
-L1 penalty, and small weights decay in proportion to their size.
+Use AdamHD for pretraining. With AdamHD, large weights decay by a constant
+amount, as with an L1 penalty, and small weights decay in proportion to
+their size.
 """
 
 from typing import NamedTuple

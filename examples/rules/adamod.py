@@ -3,8 +3,8 @@ Ding et al. 2019 (arXiv:1910.12249).
 
 s = b3 s + (1 - b3) lr / sqrt(v), x -= min(lr / sqrt(v), s) m
 
-Use it to train transformers without a warmup. The step size of an element
-never exceeds a running mean of its step sizes.
+Use AdaMod to train transformers without a warmup. In AdaMod, the step size
+of an element never exceeds a running mean of this element's step sizes.
 """
 
 from typing import NamedTuple

@@ -3,8 +3,9 @@
 
 x -= lr |g| sign(m) / sqrt(v), v += (1 - b2) sign(g^2 - v) g^2
 
-Use it for noisy gradients, as in reinforcement learning. The momentum
-decides the direction of a step, and the current gradient decides its size.
+Use Ano for noisy gradients, as in reinforcement learning. In Ano, the
+momentum decides the direction of a step, and the current gradient decides
+its size.
 """
 
 from typing import NamedTuple

@@ -4,8 +4,8 @@
 x -= lr scale g diag(|u_j| / |r_j|), u = adam(r), r = P g,
 with a new normal P at every `gap`-th step
 
-Use it for pretraining if Adam's moments do not fit into memory. Unlike
-GaLore, it needs no singular value decomposition.
+Use APOLLO for pretraining if Adam's moments do not fit into memory. Unlike
+GaLore, APOLLO needs no singular value decomposition.
 """
 
 from typing import Any, NamedTuple

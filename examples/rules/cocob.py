@@ -4,8 +4,8 @@ Orabona & Tommasi 2017 (arXiv:1705.07795).
 x = x0 - total (L + reward) / (L max(G + L, alpha L)), L = max |g|,
 G = sum |g|
 
-Use it to train without tuning a learning rate. The paper's step corresponds
-to lr = 1; other values scale the step.
+Use COCOB to train without tuning a learning rate. With lr = 1, COCOB takes
+the steps of the paper; other values of lr scale the steps.
 """
 
 from typing import NamedTuple

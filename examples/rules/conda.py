@@ -4,8 +4,8 @@ Wang et al. 2025 (arXiv:2509.24218).
 v = b2 v + (1 - b2) (U^T g)^2, x -= lr U (U^T m / sqrt(v)),
 where U S V^T = m at every `gap`-th step
 
-Use it for language models. It runs Adam in the basis of the momentum's
-singular vectors, and normalizes the columns.
+Use Conda for language models. Conda runs Adam in the basis of the
+momentum's singular vectors, and normalizes the columns.
 """
 
 from typing import NamedTuple

@@ -3,8 +3,8 @@ Dubey et al. 2019 (arXiv:1909.11015).
 
 x -= lr sigmoid(|g - last g|) m / sqrt(v)
 
-Use it for image networks. It is Adam with smaller steps for elements whose
-gradient hardly changes.
+Use diffGrad for image networks. diffGrad is Adam with smaller steps for
+elements whose gradient hardly changes.
 """
 
 from typing import NamedTuple

@@ -4,7 +4,7 @@
 B = m + g, P = orth(B Q), R = B^T P, m = B - (1 - mu) P R^T, Q = R / |R_j|,
 x -= lr sqrt(rows / columns) P Q^T
 
-Use it instead of Muon if a low-rank update is enough. It orthogonalizes
+Use Dion instead of Muon if a low-rank update is enough. Dion orthogonalizes
 `rank` columns by a QR decomposition, and the momentum stores the rest of
 the update for later steps.
 """

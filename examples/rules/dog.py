@@ -3,8 +3,8 @@ Ivgi et al. 2023 (arXiv:2302.12022).
 
 x -= lr max |x - x0| / sqrt(sum |g|^2) g
 
-Use it for finetuning with lr = 1. A step uses norms up to the previous
-step, so the first step does not change the parameters.
+Use DoG for finetuning with lr = 1. DoG computes each step from norms up to
+the previous step, so the first step does not change the parameters.
 """
 
 from typing import NamedTuple

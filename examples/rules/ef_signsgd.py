@@ -3,8 +3,8 @@ Karimireddy et al. 2019 (arXiv:1901.09847).
 
 p = g + e, x -= lr mean(|p|) sign(p), e = p - mean(|p|) sign(p)
 
-Use it for compressed gradients. Error feedback makes sign-based steps
-converge. Keep lr constant, or change it slowly.
+Use EF-SignSGD for compressed gradients. Error feedback makes sign-based
+steps converge. Keep lr constant, or change it slowly.
 """
 
 from typing import NamedTuple

@@ -4,8 +4,8 @@
 c = b2 c + (1 - b2) x,
 x -= lr (sign(m) + gamma sign(x - c) + weight_decay c)
 
-Use it for language models whose loss has sharp valleys. It is Lion with a
-pull towards a running mean of the weights.
+Use FOCUS for language models whose loss has sharp valleys. FOCUS is Lion
+with a pull towards a running mean of the weights.
 """
 
 from typing import NamedTuple

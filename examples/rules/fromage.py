@@ -3,8 +3,8 @@ Learning, Bernstein et al. 2020 (arXiv:2002.03432).
 
 x = (x - lr |x| / |g| g) / sqrt(1 + lr^2)
 
-Use it for GANs, images and transformers with the same lr, near 0.01. The
-norm of each weight does not change.
+Use Fromage for GANs, images and transformers with the same lr, near 0.01.
+Fromage does not change the norm of a weight.
 """
 
 from torch import Tensor

@@ -4,8 +4,8 @@ Zhao et al. 2024 (arXiv:2403.03507).
 x -= lr P adam(P^T g),
 P = the first `rank` left singular vectors of g at every `gap`-th step
 
-Use it for pretraining and finetuning if Adam's moments do not fit into
-memory. It runs Adam on a low-rank projection of each gradient.
+Use GaLore for pretraining and finetuning if Adam's moments do not fit into
+memory. GaLore runs Adam on a low-rank projection of each gradient.
 """
 
 from typing import NamedTuple

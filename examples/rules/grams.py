@@ -3,8 +3,8 @@
 
 x -= lr |m| / sqrt(v) sign(g)
 
-Use it if steps should always have the sign of the gradient and the size of
-Adam's steps. The option `cautious=True` of other optimizers is related.
+Use Grams if steps should always have the sign of the gradient and the size
+of Adam's steps. The option `cautious=True` of other optimizers is related.
 """
 
 from typing import NamedTuple

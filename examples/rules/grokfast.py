@@ -4,8 +4,9 @@ Lee et al. 2024 (arXiv:2405.20233).
 h = alpha h + (1 - alpha) g, beginning with h = g,
 then Adam with the gradient g + amplify h
 
-Use it for small algorithmic data sets on which the validation loss falls
-long after the training loss. It amplifies the slow part of the gradient.
+Use Grokfast for small algorithmic data sets on which the validation loss
+falls long after the training loss. Grokfast amplifies the slow part of the
+gradient.
 """
 
 from typing import NamedTuple

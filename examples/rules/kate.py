@@ -3,7 +3,7 @@ AdaGrad, Choudhury et al. 2024 (arXiv:2403.02648).
 
 b += g^2, m += eta g^2 + g^2 / b, x -= lr sqrt(m) / b g
 
-Use it if features have very different scales, as in generalized linear
+Use KATE if features have very different scales, as in generalized linear
 models, and for other problems that suit Adagrad.
 """
 

@@ -4,9 +4,9 @@ Kassinos 2025 (arXiv:2508.12996).
 r = a r + (1 - a) |g|, s = |g| / (|g| + r), b2 = high - (high - low) s,
 x -= lr m / sqrt(v)
 
-Use it for physics-informed networks and other models with spiky gradients.
-The value of beta2 is lower while a gradient spikes. Each tensor counts as a
-layer.
+Use Kourkoutas-Beta for physics-informed networks and other models with
+spiky gradients. In Kourkoutas-Beta, beta2 is lower while a gradient spikes.
+Each tensor counts as a layer.
 """
 
 from typing import NamedTuple

@@ -3,9 +3,9 @@
 
 m = b1 m + (1 - b1) g / sqrt(v), x -= lr m
 
-Use it for noisy gradients. The gradient is normalized before it enters the
-momentum. Therefore b1 can be near 1 while b2 is small, a combination with
-which Adam diverges.
+Use LaProp for noisy gradients. LaProp normalizes each gradient before the
+gradient enters the momentum. LaProp's b1 can be near 1 while b2 is small, a
+combination with which Adam diverges.
 """
 
 from typing import NamedTuple

@@ -3,7 +3,7 @@
 
 m = b m + trust |x| / (|g| + l2 |x|) (g + l2 x), x -= lr m
 
-Use it for convolutional networks with batches of thousands, and for
+Use LARS for convolutional networks with batches of thousands, and for
 self-supervised learning.
 """
 

@@ -3,8 +3,8 @@ Schedule, Ivgi et al. 2023 (arXiv:2302.12022).
 
 x -= lr max |x - x0| / sqrt(sum |g|^2) g, with separate norms for each tensor
 
-Use it for finetuning with lr = 1, if DoG is too slow for some layers. It is
-DoG with a separate step size for each tensor.
+Use LDoG for finetuning with lr = 1, if DoG is too slow for some layers.
+LDoG is DoG with a separate step size for each tensor.
 """
 
 from typing import NamedTuple

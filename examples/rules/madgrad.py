@@ -4,8 +4,8 @@ Gradient Method, Defazio & Jelassi 2021 (arXiv:2101.11075).
 s += lr sqrt(t) g, v += lr sqrt(t) g^2,
 x += (1 - momentum) (x0 - s / cbrt(v) - x)
 
-Use it for image reconstruction, for sparse problems, and for other problems
-that suit Adagrad.
+Use MADGRAD for image reconstruction, for sparse problems, and for other
+problems that suit Adagrad.
 """
 
 from typing import NamedTuple

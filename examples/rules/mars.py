@@ -3,8 +3,8 @@ Models, Yuan et al. 2024 (arXiv:2411.10438).
 
 c = clip(g + gamma b1 / (1 - b1) (g - last)), then Adam with c
 
-Use it to pretrain language models. This file contains the variant that
-needs only one gradient for each step.
+Use MARS to pretrain language models. This file contains the variant of MARS
+that needs only one gradient for each step.
 """
 
 from typing import NamedTuple

@@ -4,7 +4,8 @@ of Deep Networks, Ginsburg et al. 2019 (arXiv:1905.11286).
 v = b2 v + (1 - b2) |g|^2, one v for each tensor, m = b1 m + g / sqrt(v),
 x -= lr m
 
-Use it for speech and image networks. Its state is half as large as Adam's.
+Use NovoGrad for speech and image networks. NovoGrad's state is half as
+large as Adam's.
 """
 
 from typing import NamedTuple

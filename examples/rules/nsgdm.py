@@ -3,8 +3,8 @@
 
 m = b m + (1 - b) g, x -= lr m / |m|
 
-Use it for gradients with heavy-tailed noise, and for differentially private
-training. The step of each tensor has the length lr.
+Use NSGDM for gradients with heavy-tailed noise, and for differentially
+private training. In NSGDM, the step of each tensor has the length lr.
 """
 
 from typing import NamedTuple

@@ -4,8 +4,8 @@ Improve Generalization, Xie et al. 2021 (arXiv:2103.17182).
 m[t] = b^2 m[t - 2] + (1 - b^2) g,
 x -= lr ((1 + b0) m[t] - b0 m[t - 1]) / norm
 
-Use it for image networks. It increases the gradient noise of small batches
-without changing the mean of the gradient.
+Use PNM for image networks. PNM increases the gradient noise of small
+batches without changing the mean of the gradient.
 """
 
 from typing import NamedTuple

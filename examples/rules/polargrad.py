@@ -3,8 +3,9 @@ Preconditioning Perspective, Lau et al. 2025 (arXiv:2505.21799).
 
 x -= lr |m|_* polar(m), where |m|_* is the sum of the singular values
 
-Use it instead of Muon if the step should shrink with the gradient. It
-computes singular values; `Muon(adjust_lr_fn="nuclear")` iterates instead.
+Use PolarGrad instead of Muon if the step should shrink with the gradient.
+PolarGrad computes singular values; `Muon(adjust_lr_fn="nuclear")` iterates
+instead.
 """
 
 from typing import NamedTuple

@@ -3,8 +3,8 @@
 
 x -= lr exp(sign(g) sign(m)) g
 
-Use it if steps should be larger where the gradient and the momentum have
-the same sign. The formula was found by an automated search, as Lion's was
+Use PowerSign if steps should be larger where the gradient and the momentum
+have the same sign. PowerSign was found by an automated search, as Lion was
 later.
 """
 

@@ -2,8 +2,8 @@
 
 x -= lr Q^T Q g, with a triangular Q that is fitted so that Q g is white
 
-Use it for ill-conditioned problems. This file preconditions only the rows
-of a matrix.
+Use PSGD for ill-conditioned problems. This file contains a variant of PSGD
+that preconditions only the rows of a matrix.
 """
 
 from typing import NamedTuple

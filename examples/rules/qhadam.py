@@ -3,8 +3,8 @@
 
 x -= lr ((1 - n1) g + n1 m) / sqrt((1 - n2) g^2 + n2 v)
 
-Use it to tune between SGD, Adam and NAdam with one rule. Begin with an n1
-from 0.7 to 0.995, and with a b1 nearer to 1 than Adam's.
+Use QHAdam to tune between SGD, Adam and NAdam with one rule. Begin with an
+n1 from 0.7 to 0.995, and with a b1 nearer to 1 than Adam's.
 """
 
 from typing import NamedTuple

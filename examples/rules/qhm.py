@@ -3,7 +3,7 @@
 
 m = b m + (1 - b) g, x -= lr ((1 - nu) g + nu m)
 
-Use it to tune between SGD, momentum and Nesterov's momentum (nu = b) with
+Use QHM to tune between SGD, momentum and Nesterov's momentum (nu = b) with
 one rule. Begin with nu = 0.7 and b = 0.999.
 """
 

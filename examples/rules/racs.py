@@ -5,8 +5,8 @@ Approximation with a Low-Rank Extension, Gong et al. 2025
 r = b r + (1 - b) mean_j(g^2), c = b c + (1 - b) mean_i(g^2),
 x -= lr alpha g / sqrt(r c)
 
-Use it for pretraining with nearly as little memory as SGD. It stores one
-number for each row and each column.
+Use RACS for pretraining with nearly as little memory as SGD. RACS stores
+one number for each row and each column.
 """
 
 from typing import NamedTuple

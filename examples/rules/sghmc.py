@@ -4,8 +4,8 @@
 v = (1 - friction) v - lr g + sqrt(2 friction lr temperature) z, x += v,
 with normal z
 
-Use it to sample from a posterior. The samples are less correlated than the
-samples of SGLD. Keep lr constant.
+Use SGHMC to sample from a posterior. SGHMC's samples are less correlated
+than SGLD's. Keep lr constant.
 """
 
 from typing import NamedTuple

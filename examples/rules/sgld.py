@@ -3,8 +3,9 @@ Teh (ICML 2011).
 
 x -= lr g + sqrt(2 lr temperature) z, with normal z
 
-Use it to sample from a posterior, for example to estimate uncertainty. The
-loss has to be the sum over all data, not a mean over a batch.
+Use SGLD to sample from a posterior, for example to estimate uncertainty.
+With SGLD, the loss has to be the sum over all data, not a mean over a
+batch.
 """
 
 import torch

@@ -4,7 +4,7 @@
 m = b1 m + (1 - b1) g / sqrt(v), x -= lr m
 
 Use LaProp for noisy gradients. LaProp normalizes each gradient before the
-gradient enters the momentum. LaProp's b1 can be near 1 while b2 is small, a
+gradient enters the momentum, so b1 can be near 1 while b2 is small, a
 combination with which Adam diverges.
 """
 

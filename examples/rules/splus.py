@@ -4,10 +4,10 @@ Training, Frans et al. 2025 (arXiv:2506.07254).
 x -= lr 2 / (m + n) Q sign(Q^T m R) R^T,
 where Q and R are eigenvectors of E[g g^T] and E[g^T g]
 
-Use SPlus if the same lr should work for all widths. SPlus follows Shampoo's
-directions between decompositions, which are rare. The paper of SPlus
-evaluates an average of the weights, for which you can use `EMA(optimizer,
-0.999)`.
+Use SPlus if the same lr should work for all widths. SPlus takes steps in
+the eigenbasis of Shampoo's matrices, which it decomposes only rarely. The
+paper of SPlus evaluates an average of the weights, for which you can use
+`EMA(optimizer, 0.999)`.
 """
 
 from typing import NamedTuple

@@ -298,7 +298,8 @@ def facts(name: str) -> list[str]:
     if rule.means is not None:
         found.append(
             "Each step computes means over each tensor, for which it reads gradient and "
-            "state a second time. For sharded tensors, these means take one message per step."
+            "state a second time. For sharded tensors, these means take one message per "
+            "step."
         )
     if rule.accumulate is None:
         found.append(

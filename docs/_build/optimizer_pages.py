@@ -27,7 +27,7 @@ SECTIONS = ("When to use it", "Usual hyperparameters", "Coming from elsewhere")
 
 # What the text of a number says it is measured in.
 MEASURES = re.compile(
-    r"\b(steps?|shares?|factor|multiplied by|power|exponent|norm|RMS|roots?|gradients?|"
+    r"\b(steps?|shares?|fractions?|factor|multiplied by|power|exponent|norm|RMS|roots?|gradients?|"
     r"sizes?|squared|side|rows|rate|how (much|far|fast))\b",
     re.IGNORECASE,
 )
@@ -107,7 +107,7 @@ class Note:
         lacking += [f"line `{key}: ...`" for key in KEYS if key not in keys]
         if lacking:
             raise SystemExit(f"{path} has no {', '.join(lacking)}")
-        unit = keys.get("lr unit", "the parameter's, per step")
+        unit = keys.get("lr unit", "parameter units per step")
         options = keys.get("options", "")
         return cls(keys["lr"], unit, options, keys["for"], keys["state"], text)
 
@@ -293,18 +293,20 @@ def facts(name: str) -> list[str]:
     found = []
     if rule.whole is not None:
         found.append(
-            "Each step needs the complete matrix, so a sharded matrix is gathered."
+            "Each step needs the complete matrix, so sharded matrices are gathered before "
+            "the step."
         )
     if rule.means is not None:
         found.append(
-            "Each step computes means over each tensor, for which it reads gradient and "
-            "state a second time. For sharded tensors, these means take one message per "
-            "step."
+            "Each step computes means over each tensor, which requires a second pass over "
+            "the gradient and the state. If tensors are sharded, the processes exchange "
+            "these means in one message per step."
         )
     if rule.accumulate is None:
         found.append(
-            '[Gradient release](../release.md) with `accumulation="states"` raises, '
-            'because the state is not a sum over gradients. `accumulation="buffer"` works.'
+            '[Gradient release](../release.md) with `accumulation="states"` raises an '
+            "error, because the state cannot be computed from the gradients of single "
+            'micro-batches. Use `accumulation="buffer"` instead.'
         )
     return found
 
@@ -325,11 +327,11 @@ def page(name: str) -> str:
         f"**{cell(summary)}**",
         "## Programs",
         shown(
-            "As a class (the program prints the state that it stores for a parameter)",
+            "Use the class like any optimizer of torch (this program prints its state)",
             program,
             printed(name, program),
         ),
-        shown("As pure functions", pure_program(name, note)),
+        shown("Use the pure functions with torch.func", pure_program(name, note)),
         "## The update",
         body,
         "## When to use it",
@@ -337,13 +339,13 @@ def page(name: str) -> str:
         "## Hyperparameters",
         note.text["Usual hyperparameters"],
         arguments(name, note, documented),
-        "Every optimizer also has [the shared options]"
-        "(../reference/optimizers.md#optimi_func.optimizers.BaseOptimizer) `compile`, "
-        "`storage`, `cautious_decay` and others.",
+        "All optimizers also share [some options]"
+        "(../reference/optimizers.md#optimi_func.optimizers.BaseOptimizer), such as "
+        "`compile`, `storage` and `cautious_decay`.",
         "## State",
-        f"For each parameter it stores {note.state}. The table has the bytes per "
-        f"element of a {SIDE} x {SIDE} matrix. The last column includes the gradient, "
-        "which [gradient release](../release.md) frees inside backward.",
+        f"For each parameter, {documented.title} stores {note.state}. The table shows "
+        f"the bytes per element for a {SIDE} x {SIDE} matrix. Its last column includes the "
+        "gradient, which [gradient release](../release.md) frees during the backward pass.",
         memory(name, note),
         "\n".join(f"- {fact}" for fact in facts(name)),
         "## Coming from elsewhere",
@@ -363,9 +365,10 @@ def index() -> str:
     rows = [
         "# Optimizers",
         "",
-        "Every optimizer has a class, which replaces one of torch.optim, and a pure "
-        "function. Its page has programs to copy, the update, usual hyperparameters and "
-        "bytes. To decide between them, read [Choose an optimizer](../choose.md).",
+        "Every optimizer is available as a class, which is used like the classes of "
+        "torch.optim, and as a pure function. The page of an optimizer shows programs to "
+        "copy, the formula of the update, typical hyperparameters and the bytes of its "
+        "state. [Choose an optimizer](../choose.md) helps you decide which one to use.",
         "",
         "```python",
         INDEX_PROGRAM + "```",
@@ -374,9 +377,9 @@ def index() -> str:
         "-0.001 -0.001",
         "```",
         "",
-        "The last two columns are the bytes of state per parameter: for float32 "
-        "parameters, and for bfloat16 parameters with the default storage, whose Kahan "
-        "compensation takes 2 of these bytes.",
+        "The last two columns show the bytes of state per parameter: for float32 "
+        "parameters, and for bfloat16 parameters with the default storage mode. 2 of the "
+        "bytes for bfloat16 are the Kahan compensation.",
         "",
         "| class | pure function | what it does | float32 | bfloat16 |",
         "|---|---|---|---|---|",
@@ -394,26 +397,27 @@ def index() -> str:
             f"| {state[1]} |"
         )
     note = (
-        "`MuonAdamW` and `Mixed` combine [several of these in one optimizer]"
-        "(../choose.md#muon-for-the-matrices-adamw-for-the-rest). "
-        "[`LBFGS`](../populations.md#fits) is for losses without noise, and `lbfgs` solves "
+        "`MuonAdamW` and `Mixed` combine [several optimizers in one]"
+        "(../choose.md#muon-for-the-matrices-adamw-for-the-rest). Use "
+        "[`LBFGS`](../populations.md#fits) for losses without noise, and `lbfgs` to solve "
         "many small problems at once."
     )
     keys = """
 ## Names in the state
 
-Moments have the names of torch.optim where it has the optimizer, and are stored without
-bias correction. State dicts of torch.optim therefore load here, and ours load there. 16-bit
-parameters also have `kahan_comp`, unless Kahan summation is off.
+Moments have the same names as in torch.optim if torch.optim contains the optimizer, and
+are stored without bias correction. State dicts therefore load in both directions. 16-bit
+parameters also have the key `kahan_comp`, unless Kahan summation is off.
 """
     shapes = """
-- Adafactor's `row_var` has the shape (..., rows, 1), its `col_var` (..., 1, columns), and
-  its `variance` the shape of a vector. A tensor that a parameter does not need is empty.
+- In Adafactor's state, `row_var` has the shape (..., rows, 1) and `col_var` the shape
+  (..., 1, columns). `variance` has the shape of the parameter if that is a vector. Tensors
+  that a parameter does not need are empty.
 - NorMuon's `second_momentum_buffer` has the shape (..., rows, 1).
-- SOAP's `exp_avg` and `exp_avg_sq` are expressed in its bases.
+- SOAP stores `exp_avg` and `exp_avg_sq` in the coordinates of its bases.
 - A centered RMSprop stores both of its means in float32 or wider. SOAP and Shampoo store
-  everything in float32 or wider.
-- The schedule-free classes store `train_param`, the trained weights, in eval mode.
+  all of their state in float32 or wider.
+- In eval mode, the schedule-free classes also store `train_param`, the trained weights.
 """
     return "\n".join([*rows, "", note, keys, entries(names()), shapes.lstrip("\n")])
 

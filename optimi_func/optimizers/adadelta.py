@@ -12,23 +12,25 @@ __all__ = ["Adadelta", "adadelta", "adadelta_init", "adadelta_step"]
 
 
 class Adadelta(Coupled, name="adadelta"):
-    """Adadelta: RMSprop whose step has the size of its own recent steps.
+    """Adadelta: RMSprop that scales each step to the size of its recent steps.
 
         v <- rho * v + (1 - rho) * g^2
         d = sqrt(a + eps) / sqrt(v + eps) * g,   p <- p - lr * d
         a <- rho * a + (1 - rho) * d^2
 
-    The size of a step does not depend on the scale of the loss, so lr is 1. The first steps
-    have a size of about sqrt(eps).
+    The size of a step does not depend on the scale of the loss, so lr is usually 1. The
+    first steps have a size of about sqrt(eps).
 
     Args:
-        rho: Share of v and a that a step keeps, at most 1.
-        eps: Added to v and a before their roots are taken.
-        weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
-            (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
-        decouple_wd: Subtract decay from the parameter, not through the gradient.
+        rho: Fraction of v and a that a step keeps, at most 1.
+        eps: Added to v and a before their square roots are taken.
+        weight_decay: Decay coefficient. By default weight_decay * p is added to the
+            gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
+            instead; with decouple_lr=True, lr / max_lr * weight_decay * p.
+        decouple_wd: Subtract decay directly from the parameter instead of adding it to the
+            gradient.
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+    Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     References:
         Zeiler, "ADADELTA: An Adaptive Learning Rate Method", arXiv:1212.5701.

@@ -44,7 +44,7 @@ class Epsilons(Floats[tuple[Scalar, Scalar], tuple[Number | None, Number]]):
 
 
 class Adafactor(Body, name="adafactor"):
-    """Adafactor: Adam without momentum, whose second moment is two vectors for a matrix.
+    """Adafactor: Adam without momentum, with a second moment factored into two vectors.
 
         b = 1 - t^decay_rate
         R <- b R + (1 - b) mean over columns of (g^2 + eps1)
@@ -55,39 +55,42 @@ class Adafactor(Body, name="adafactor"):
     R and C approximate the second moment of a matrix. For a vector, U = g / sqrt(V), where
     V is a moving average of g^2 + eps1 in the shape of g.
 
-    The state is some thousandths of a matrix. A bfloat16 parameter with Kahan summation
-    therefore takes 4 bytes in all. R, C and V are float32 or wider, whatever state_dtype
-    is. The defaults are those with which transformers' Adafactor finetunes: lr is set from
-    outside, as for AdamW. Use a schedule for the warmup that transformers calls
-    warmup_init.
+    The state takes only a few thousandths of the memory of the matrix. A bfloat16 parameter
+    with Kahan summation therefore takes 4 bytes in total. R, C and V are stored in float32
+    or wider, whatever state_dtype is. The defaults are those that transformers recommends
+    for finetuning with Adafactor: you set lr, as for AdamW. Instead of transformers'
+    warmup_init, use a schedule with a warmup.
 
-    The last two dimensions are factored, and the other dimensions are a stack of matrices,
-    as in transformers and torch. Weight decay subtracts lr * weight_decay * p, as in torch.
-    With scale_parameter, transformers multiplies this by RMS(p) too.
+    A tensor with more than two dimensions is treated as a stack of matrices, which are its
+    last two dimensions, as in transformers and torch. Weight decay subtracts lr *
+    weight_decay * p, as in torch. With scale_parameter, transformers also multiplies decay
+    by RMS(p).
 
     Args:
         eps: eps1, which is added to squared gradients, and eps2, the smallest RMS(p).
         clip_threshold: The largest RMS of a direction U; inf turns it off.
-        decay_rate: Exponent of t, at most 0, as -0.8.
-        beta1: Share kept of a mean of directions, in [0, 1). The mean takes the place of U,
-            and 4 bytes per parameter. None: no mean.
-        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
-            lr / max_lr.
+        decay_rate: Exponent of t, at most 0, for example -0.8.
+        beta1: Fraction that a step keeps of a moving average of the directions U, in [0,
+            1). The average replaces U and takes 4 bytes per parameter. None: no average.
+        weight_decay: Decay coefficient. It is multiplied by lr, or by lr / max_lr with
+            decouple_lr=True.
         scale_parameter: Multiply U by max(eps2, RMS(p)), so that lr is relative.
         relative_step: Multiply by min(lr, 1 / sqrt(t)) instead of lr. For transformers'
             lr=None pass lr=1e-2.
-        torch_form: The mathematics of torch.optim.Adafactor: the two options above are on,
-            and eps1 is not added to squares but is the smallest mean(R) and root. torch's
-            defaults are lr=1e-2, eps=(None, 1e-3). eps1=None is the machine epsilon of the
-            arithmetic, 1.2e-7, for bfloat16 parameters too; torch's own 0.0078 is larger
-            than most gradients.
-        flatten: Factor a tensor of 3 dimensions or more as a matrix: the first dimension x
-            the rest. Set it for convolutions, whose last two dimensions are a kernel of a
-            few elements.
+        torch_form: Compute the same as torch.optim.Adafactor: scale_parameter and
+            relative_step are on, and eps1 is not added to squared gradients but is the
+            lower bound of mean(R) and of the root. torch's defaults are lr=1e-2, eps=(None,
+            1e-3). eps1=None is the machine epsilon of the dtype in which the step is
+            computed, 1.2e-7. This is also the case for bfloat16 parameters, for which torch
+            uses 0.0078, a value that is larger than most gradients.
+        flatten: Factor a tensor with 3 or more dimensions as one matrix, with the first
+            dimension as its rows. Set this for convolutions, whose last two dimensions are
+            a kernel of only a few elements.
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+    Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
-    Parts of a gradient are not added up in its state (accumulation="states" raises).
+    Gradient release with accumulation="states" raises an error, because the state cannot be
+    computed from parts of a gradient.
 
     References:
         Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost",

@@ -12,23 +12,25 @@ __all__ = ["Adagrad", "adagrad", "adagrad_init", "adagrad_step"]
 
 
 class Adagrad(Coupled, name="adagrad"):
-    """Adagrad: step along the gradient, divided by the root of the sum of its squares.
+    """Adagrad: step along the gradient, divided by the root of its sum of past squares.
 
         v <- v + g^2
         p <- p - lr / (1 + (t - 1) * lr_decay) * g / (sqrt(v) + eps)
 
-    Steps become shorter as v grows. For elements that seldom have a gradient they remain
-    long.
+    Steps become shorter as v grows. For elements that rarely receive a gradient, steps stay
+    large.
 
     Args:
         lr_decay: How fast lr falls: at step t it is divided by 1 + (t - 1) * lr_decay.
-        weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
-            (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
+        weight_decay: Decay coefficient. By default weight_decay * p is added to the
+            gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
+            instead; with decouple_lr=True, lr / max_lr * weight_decay * p.
         initial_accumulator_value: Initial value of v, a squared gradient.
-        eps: Added to the root.
-        decouple_wd: Subtract decay from the parameter, not through the gradient.
+        eps: Added to the square root of v.
+        decouple_wd: Subtract decay directly from the parameter instead of adding it to the
+            gradient.
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+    Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     References:
         Duchi, Hazan & Singer, "Adaptive Subgradient Methods for Online Learning and

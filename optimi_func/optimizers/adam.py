@@ -109,14 +109,16 @@ class Adam(WithLargest, name="adam"):
     correction.
 
     Args:
-        betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
-        weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
-            (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
-        eps: Added to the root, after the bias correction.
-        decouple_wd: Subtract decay from the parameter, not through the gradient.
+        betas: b1 and b2, each in [0, 1): the fractions of m and v that a step keeps.
+        weight_decay: Decay coefficient. By default weight_decay * p is added to the
+            gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
+            instead; with decouple_lr=True, lr / max_lr * weight_decay * p.
+        eps: Added to the square root in the divisor, after the bias correction.
+        decouple_wd: Subtract decay directly from the parameter instead of adding it to the
+            gradient.
         amsgrad: Divide by the largest v so far instead of v (arXiv:1904.09237).
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+    Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     References:
         Kingma & Ba, "Adam: A Method for Stochastic Optimization", arXiv:1412.6980.
@@ -136,24 +138,24 @@ class Adam(WithLargest, name="adam"):
 
 
 class AdamW(Corrected, WithLargest, name="adamw"):
-    """AdamW: Adam with weight decay that does not go through the moments.
+    """AdamW: Adam with decoupled weight decay, which does not pass through the moments.
 
         p <- p - lr * mhat / (sqrt(vhat) + eps) - lr * weight_decay * p
 
     mhat and vhat are Adam's moments after bias correction.
 
     Args:
-        betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
-        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
-            lr / max_lr.
-        eps: Added to the root, after the bias correction.
+        betas: b1 and b2, each in [0, 1): the fractions of m and v that a step keeps.
+        weight_decay: Decay coefficient. It is multiplied by lr, or by lr / max_lr with
+            decouple_lr=True.
+        eps: Added to the square root in the divisor, after the bias correction.
         amsgrad: Divide by the largest v so far instead of v (arXiv:1904.09237).
         mars: Turn on MARS: g + mars * b1 / (1 - b1) * (g - g_prev) takes the place of g,
-            and is divided by its norm if that is above 1. The paper uses 0.025 with betas
-            of 0.95 and 0.99, and an lr above AdamW's. It stores g_prev, and excludes
-            amsgrad. None: off.
+            and is divided by its norm if the norm is above 1. The paper uses 0.025 with
+            betas of 0.95 and 0.99, and a larger lr than for AdamW. MARS also stores g_prev,
+            and cannot be combined with amsgrad. None: off.
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+    Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     References:
         Loshchilov & Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101;

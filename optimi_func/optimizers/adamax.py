@@ -12,19 +12,21 @@ __all__ = ["Adamax", "adamax", "adamax_init", "adamax_step"]
 
 
 class Adamax(Coupled, name="adamax"):
-    """Adamax: Adam that divides by the largest recent gradient, not a root mean square.
+    """Adamax: Adam that divides by the largest recent gradient, not by a root mean square.
 
         m <- b1 * m + (1 - b1) * g,   u <- max(b2 * u, |g| + eps)
         p <- p - lr / (1 - b1^t) * m / u
 
     Args:
-        betas: b1 and b2, each in [0, 1): how much of m and u a step keeps.
-        eps: Added to the gradient's size |g|.
-        weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
-            (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
-        decouple_wd: Subtract decay from the parameter, not through the gradient.
+        betas: b1 and b2, each in [0, 1): the fractions of m and u that a step keeps.
+        eps: Added to the absolute value of the gradient, |g|.
+        weight_decay: Decay coefficient. By default weight_decay * p is added to the
+            gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
+            instead; with decouple_lr=True, lr / max_lr * weight_decay * p.
+        decouple_wd: Subtract decay directly from the parameter instead of adding it to the
+            gradient.
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+    Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     References:
         Kingma & Ba, "Adam: A Method for Stochastic Optimization", arXiv:1412.6980,

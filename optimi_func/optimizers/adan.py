@@ -24,25 +24,25 @@ __all__ = ["Adan", "adan", "adan_init", "adan_step"]
 
 
 class Adan(Body, name="adan"):
-    """Adan: Adam that looks ahead along the change of the gradient.
+    """Adan: Adam that extrapolates the gradient along its recent change.
 
         m <- b1 * m + (1 - b1) * g,   w <- b2 * w + (1 - b2) * (g - g_prev)
         n <- b3 * n + (1 - b3) * (g + b2 * (g - g_prev))^2
         p <- p - lr * (mhat + b2 * what) / (sqrt(nhat) + eps)
         p <- p / (1 + lr * weight_decay)
 
-    mhat, what and nhat are the moments after a bias correction like Adam's. At the first
-    step g_prev is g.
+    mhat, what and nhat are the moments after a bias correction like Adam's. In the first
+    step g_prev equals g.
 
     Args:
-        betas: b1, b2 and b3, each in [0, 1): the share of m, w and n that a step keeps,
-            which is 1 minus the paper's number.
-        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
-            lr / max_lr.
-        eps: Added to the root, after the bias correction.
+        betas: b1, b2 and b3, each in [0, 1): the fractions of m, w and n that a step keeps.
+            The paper prints 1 minus these values.
+        weight_decay: Decay coefficient. It is multiplied by lr, or by lr / max_lr with
+            decouple_lr=True.
+        eps: Added to the square root in the divisor, after the bias correction.
         adam_wd: Subtract decay as in AdamW, instead of Adan's division.
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+    Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     References:
         Xie et al., "Adan: Adaptive Nesterov Momentum Algorithm for Faster Optimizing

@@ -20,22 +20,24 @@ class AdEMAMix(Body, name="ademamix"):
         u = (m1hat + alpha(t) * m2) / (sqrt(vhat) + eps)
         p <- p - lr * u - lr * weight_decay * p
 
-    m1hat and vhat have Adam's bias correction, m2 has none. The slow mean m2 makes
-    gradients useful for tens of thousands of steps. m2 and v are float32 with every
-    storage, because in bfloat16 they could not change by such small amounts.
+    m1hat and vhat have Adam's bias correction; m2 has none. Through the slow mean m2, a
+    gradient influences tens of thousands of later steps. m2 and v are stored in float32 in
+    every storage mode, because they could not change by such small amounts in bfloat16.
 
     Args:
-        betas: b1, b2 and b3, each in [0, 1): how much of m1, v and m2 a step keeps.
-        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
-            lr / max_lr.
-        eps: Added to the root, after the bias correction.
-        alpha: Factor on m2, 0 or larger. The authors' code has 2, their paper 8.
-        alpha_warmup: Steps over which alpha grows linearly from 0, usually all steps of the
-            training. It is not in the state, so pass it again when you resume.
-        beta3_warmup: Steps over which the half-life of m2 grows linearly from that of b1 to
-            that of b3.
+        betas: b1, b2 and b3, each in [0, 1): the fractions of m1, v and m2 that a step
+            keeps.
+        weight_decay: Decay coefficient. It is multiplied by lr, or by lr / max_lr with
+            decouple_lr=True.
+        eps: Added to the square root in the divisor, after the bias correction.
+        alpha: Factor on m2, 0 or larger. The authors' code uses 2, their paper 8.
+        alpha_warmup: Number of steps over which alpha grows linearly from 0, usually the
+            length of the whole run. It is not part of the state, so pass it again when you
+            resume.
+        beta3_warmup: Number of steps over which the half-life of m2 grows linearly from
+            that of b1 to that of b3.
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+    Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     References:
         Pagliardini, Ablin & Grangier, "The AdEMAMix Optimizer: Better, Faster, Older",

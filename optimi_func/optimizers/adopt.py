@@ -27,18 +27,22 @@ class ADOPT(Body, name="adopt"):
         p <- p - lr * m
         v <- b2 * v + (1 - b2) * g^2
 
-    The first step sets v = g^2 and moves nothing. v does not depend on the gradient that it
-    divides, so the method converges with any b2, while Adam may not. v is float32 with
-    every storage, because in bfloat16 it could not change by such small amounts.
+    The first step sets v = g^2 and does not move the parameters. v does not depend on the
+    gradient that is divided by its root, so ADOPT converges with any b2, while Adam may
+    not. v is stored in float32 in every storage mode, because it could not change by such
+    small amounts in bfloat16.
 
     Args:
-        betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
-        weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
-            (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
-        eps: The smallest root of v that a gradient is divided by.
-        decouple_wd: Subtract decay from the parameter, not through the gradient.
+        betas: b1 and b2, each in [0, 1): the fractions of m and v that a step keeps.
+        weight_decay: Decay coefficient. By default weight_decay * p is added to the
+            gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
+            instead; with decouple_lr=True, lr / max_lr * weight_decay * p.
+        eps: The smallest value by which a gradient is divided; it replaces smaller roots of
+            v.
+        decouple_wd: Subtract decay directly from the parameter instead of adding it to the
+            gradient.
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+    Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     References:
         Taniguchi et al., "ADOPT: Modified Adam Can Converge with Any beta2 with the

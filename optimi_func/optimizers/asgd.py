@@ -19,18 +19,20 @@ class ASGD(Coupled, name="asgd", lr="inside"):
         p <- p - eta * (g + lambd * p),   ax <- ax + mu * (p - ax)
         eta <- lr / (1 + lambd * lr * t)^alpha,   mu <- 1 / max(1, t - t0)
 
-    eta is lr at the first step. The average `ax` is the result. It equals p until t0 steps
-    have been taken, and is a mean from then on.
+    In the first step eta equals lr. Evaluate with the average `ax`. `ax` equals p during
+    the first t0 steps. After that it is the mean of p over all later steps.
 
     Args:
-        lambd: Decay of p, and factor in how fast the step size falls.
-        alpha: Power by which the step size falls.
-        t0: Number of steps before the average begins.
-        weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
-            (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
-        decouple_wd: Subtract decay from the parameter, not through the gradient.
+        lambd: Decay coefficient of p; also a factor in how fast the step size falls.
+        alpha: Exponent in the formula of eta: larger values make the step size fall faster.
+        t0: Number of steps before averaging begins.
+        weight_decay: Decay coefficient. By default weight_decay * p is added to the
+            gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
+            instead; with decouple_lr=True, lr / max_lr * weight_decay * p.
+        decouple_wd: Subtract decay directly from the parameter instead of adding it to the
+            gradient.
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+    Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     References:
         Polyak & Juditsky, "Acceleration of Stochastic Approximation by Averaging",

@@ -16,35 +16,36 @@ __all__ = ["Kron", "kron", "kron_init", "kron_step"]
 
 
 class Kron(Body, name="kron"):
-    """PSGD Kron: step along the momentum, decorrelated by a matrix for each side.
+    """PSGD Kron: step along the momentum, decorrelated with one matrix for each side.
 
         m <- momentum * m + (1 - momentum) * g,   d = m / (1 - momentum^t)
         u  = Q^T Q d,   Q = the product of a Q_i for each dimension
         p <- p - lr * u * min(1, 1.1 / rms(u)) - lr * weight_decay * p
 
     Q is the Kronecker product of a triangular factor Q_i for each dimension. Q_i begins as
-    the identity. If a side is 1 or longer than max_size_triangular, Q_i is a diagonal, and
-    so it is for a vector.
+    the identity. Q_i is diagonal for a vector, and for a side that is 1 or longer than
+    max_size_triangular.
 
-    A fit improves the factors: Q_i <- Q_i - precond_lr * triu(A - B) Q_i / |A + B|, where A
-    and B are the products of Q d and of Q^-T z with themselves along dimension i, and z is
-    random and normal. Because a fit is expensive, only a share of the steps has one:
-    max(precond_update_prob, exp((f + 1 - t) / 2f)) at step t, with f = precond_flat_start.
-    These steps are spread evenly. A pure step that is traced, vmapped or on an accelerator
-    cannot read its step count, and fits at every step.
+    Each fit refines the factors of the preconditioner: Q_i <- Q_i - precond_lr * triu(A -
+    B) Q_i / |A + B|, where A and B are the products of Q d and of Q^-T z with themselves
+    along dimension i, and z is random and normal. Because a fit is expensive, only a
+    fraction of the steps includes one. At step t this fraction is max(precond_update_prob,
+    exp((f + 1 - t) / 2f)), with f = precond_flat_start. Steps with a fit are spread evenly.
+    A pure step cannot read its step count if it is traced or vmapped or runs on an
+    accelerator; it then includes a fit in every step.
 
     Args:
-        momentum: Share of m kept, in [0, 1).
-        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
-            lr / max_lr.
-        precond_lr: Factor on the change of each Q_i in a fit.
-        precond_update_prob: The smallest share of steps with a fit, in [0, 1].
-        precond_flat_start: Number of first steps that all have a fit, before the share
-            falls.
-        max_size_triangular: The longest side whose Q_i is a triangular matrix.
-        seed: Seed of the random numbers z of all steps.
+        momentum: Fraction of m that a step keeps, in [0, 1).
+        weight_decay: Decay coefficient. It is multiplied by lr, or by lr / max_lr with
+            decouple_lr=True.
+        precond_lr: Step size of a fit: a factor on the change of each Q_i.
+        precond_update_prob: The smallest fraction of steps that include a fit, in [0, 1].
+        precond_flat_start: Number of steps at the beginning that all include a fit. After
+            them the fraction falls.
+        max_size_triangular: The longest side for which Q_i is a triangular matrix.
+        seed: Seed of the random numbers z in all steps.
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+    Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     References:
         Li, "Preconditioned Stochastic Gradient Descent", arXiv:1512.04202, as in

@@ -29,27 +29,27 @@ class LAMB(Moments, name="lamb"):
 
     mhat and vhat are Adam's moments after bias correction. |p| and |r| are norms over a
     tensor; if one of them is 0, the step is not scaled. Each layer therefore moves by the
-    same share of its norm, which keeps training stable with batches of tens of thousands of
-    examples. With lr = 1e-3 each tensor changes by a thousandth of its norm. Weight decay
-    changes the direction of the step, but not its length.
+    same fraction of its norm, which keeps training stable with batches of tens of thousands
+    of examples. With lr = 1e-3 each tensor changes by a thousandth of its norm. Weight
+    decay changes the direction of the step, but not its length.
 
-    v is float32 (float64 for float64 parameters) with every storage, because a bfloat16
-    number hardly changes by a thousandth.
+    v is stored in float32 (float64 for float64 parameters) in every storage mode, because a
+    bfloat16 value cannot represent a change by a thousandth.
 
-    If a tensor is sharded, its norm is that of the complete tensor. Biases and the gains of
-    norm layers are usually updated by AdamW, as in the authors' code, apex and timm:
-    `Mixed(named, (matrices, lamb(lr=...)), rest=adamw(lr=...))`. Gradients are not clipped
-    here. timm's LAMB clips the norm of all gradients to 1.
+    If a tensor is sharded, LAMB uses the norm of the complete tensor. Biases and the gains
+    of norm layers are usually updated by AdamW, as in the authors' code, apex and timm:
+    `Mixed(named, (matrices, lamb(lr=...)), rest=adamw(lr=...))`. This LAMB does not clip
+    gradients, whereas timm's LAMB clips the norm of all gradients to 1.
 
     Args:
-        lr: The length of a step, as a share of the tensor's norm.
-        betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
-        weight_decay: Decay coefficient. Decay is added to the direction before its norm is
-            taken, so it is multiplied by lr * |p| / |r|, or (decouple_lr) by that over
-            max_lr.
-        eps: Added to the root, after the bias correction.
+        lr: The length of a step, as a fraction of the tensor's norm.
+        betas: b1 and b2, each in [0, 1): the fractions of m and v that a step keeps.
+        weight_decay: Decay coefficient. Decay is added to the direction before the norm of
+            the direction is computed, so it is multiplied by lr * |p| / |r|. With
+            decouple_lr=True this factor is also divided by max_lr.
+        eps: Added to the square root in the divisor, after the bias correction.
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+    Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     References:
         You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76

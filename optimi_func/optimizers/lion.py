@@ -17,18 +17,18 @@ class Lion(Corrected, name="lion"):
         p <- p - lr * sign(b1 * m + (1 - b1) * g) - lr * weight_decay * p
         m <- b2 * m + (1 - b2) * g
 
-    It stores one moment instead of Adam's two. Its lr should be 3 to 10 times smaller than
-    AdamW's, and its weight decay larger by the same factor.
+    Lion stores one moment instead of Adam's two. Use an lr that is 3 to 10 times smaller
+    than AdamW's, and a weight decay that is larger by the same factor.
 
     Args:
         betas: b1 (in the step) and b2 (in m), each in [0, 1).
-        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
-            lr / max_lr.
+        weight_decay: Decay coefficient. It is multiplied by lr, or by lr / max_lr with
+            decouple_lr=True.
         mars: Turn on MARS: g + mars * b1 / (1 - b1) * (g - g_prev) takes the place of g,
-            and is divided by its norm if that is above 1. The paper uses 0.025 and two
-            equal betas. It stores g_prev. None: off.
+            and is divided by its norm if the norm is above 1. The paper uses 0.025 and two
+            equal betas. MARS also stores g_prev. None: off.
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+    Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     References:
         Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675;

@@ -70,29 +70,32 @@ class Chooser(Protocol):
 class Mixed(Evaluated):
     """Several rules in one optimizer: the name of a parameter selects its rule.
 
-    Every given group becomes one group for each part that selects something in it, in the
-    order of the parts. Such a group names its rule ("rule") and has that rule's
-    hyperparameters under torch's names; those in the given group replace the part's.
-    Schedulers, trainers, checkpoints, gradient release and storage see one optimizer. Its
-    `train()` and `eval()` concern the parts that have them, as schedule_free_adamw.
+    Each param group that you pass is divided into one group for each part that selects a
+    parameter in it, in the order of the parts. The new group stores the name of its rule
+    under "rule" and the rule's hyperparameters under torch's names. Hyperparameters in the
+    group that you passed override those of the part. Schedulers, trainers, checkpoints,
+    gradient release and storage modes treat it as one optimizer. `train()` and `eval()` act
+    on the parts that support them, such as schedule_free_adamw.
 
-    `defaults` have neither momentum nor betas, because not all groups have them. So pass
-    cycle_momentum=False to OneCycleLR.
+    `defaults` contain neither momentum nor betas, because not all groups have them.
+    Therefore pass cycle_momentum=False to OneCycleLR.
 
     Args:
-        params: Named parameters, as model.named_parameters(), or groups of them.
-        *parts: Pairs of a pattern or predicate, and an optimizer as adamw(lr=...), for what
-            it selects and no part before it. A pattern (`fnmatch`) is for the name; a
-            predicate takes name and parameter.
-        rest: The optimizer of all parameters that nothing selects. None: there are none.
+        params: Named parameters, for example model.named_parameters(), or groups of them.
+        *parts: Pairs of a pattern or predicate and an optimizer such as adamw(lr=...). The
+            first part that selects a parameter updates it. A pattern (`fnmatch`) is
+            compared with the parameter's name; a predicate receives the name and the
+            parameter.
+        rest: The optimizer for all parameters that no part selects. None: every parameter
+            has to be selected by a part.
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+    Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     Raises:
-        TypeError: A part is no such pair, or its lr or weight_decay is a schedule, which is
-            for the pure API; use torch's.
-        ValueError: Parameters without names, a part that is left nothing, or a parameter
-            that is not selected if there is no rest.
+        TypeError: A part is not such a pair, or its lr or weight_decay is a schedule of the
+            pure API; use a scheduler of torch instead.
+        ValueError: Parameters have no names, a part selects no parameter that is still
+            free, or no part selects a parameter and there is no `rest`.
 
     >>> from optimi_func import adamw, lion
     >>> from torch import nn

@@ -143,51 +143,54 @@ class Muon(Body, name="muon"):
         X <- a X + (b XX^T + c (XX^T)^2) X          ns_steps times
         p <- p - lr * s * X - lr * weight_decay * p
 
-    It is made for the matrices of a network's hidden layers. `MuonAdamW` and `Mixed` use
-    another optimizer for embeddings, output layers and vectors. A parameter with three
-    dimensions is a stack of matrices. One with more dimensions is flattened into a matrix:
-    the weight of a convolution becomes outputs x everything else. The mathematics are those
-    of torch.optim.Muon, with another default for adjust_lr_fn.
+    Muon is made for the matrices of a network's hidden layers. `MuonAdamW` and `Mixed`
+    combine it with a different optimizer for embeddings, output layers and vectors. A
+    parameter with three dimensions is treated as a stack of matrices. A parameter with more
+    dimensions is flattened into one matrix, whose rows are the outputs of a convolution.
+    The steps are the same as in torch.optim.Muon, but adjust_lr_fn has a different default.
 
     Args:
         params: Parameters of 2 dimensions or more, named parameters, or param groups.
-        weight_decay: Decay coefficient, multiplied by lr but not by s, or (decouple_lr) by
-            lr / max_lr.
-        momentum: Share of b kept, in [0, 1).
-        nesterov: Use Nesterov's look ahead: N mixes the gradient into b.
-        ns_coefficients: a, b and c of the iteration. Three numbers are used in every step
-            of the iteration; a list has a, b, c for each step. "standard", "quintic" and
-            "polar_express" are lists of five steps, "deepseek" of ten. They bring singular
-            values of at least 0.01 to the ranges 0.68 to 1.13, 0.98 to 1.03, 0.86 to 1.14,
-            and to 1, in this order.
-        eps: The smallest norm that N is divided by.
-        ns_steps: Number of steps of the iteration, if all have the same a, b, c. None: 5.
+        weight_decay: Decay coefficient. It is multiplied by lr but not by s, or by lr /
+            max_lr with decouple_lr=True.
+        momentum: Fraction of b that a step keeps, in [0, 1).
+        nesterov: Use Nesterov momentum: N also contains the current gradient.
+        ns_coefficients: a, b and c of the iteration. Three numbers apply to every step of
+            the iteration; a list contains a, b, c for each step. "standard", "quintic" and
+            "polar_express" are lists for five steps, "deepseek" for ten. "standard" brings
+            singular values of at least 0.01 into the range from 0.68 to 1.13, "quintic"
+            into 0.98 to 1.03, "polar_express" into 0.86 to 1.14, and "deepseek" to 1.
+        eps: The smallest norm by which N is divided.
+        ns_steps: Number of steps of the iteration, if all steps use the same a, b, c. None:
+            5.
         adjust_lr_fn: The scale s of an m x n matrix. "match_rms_adamw": 0.2 sqrt(max(m,
-            n)), with which AdamW's lr and decay work. "original" or None (torch's default):
-            sqrt(max(1, m / n)). "rms_to_rms", and torch 2.15's "spectral_unclamped": sqrt(m
-            / n). "nuclear" (PolarGrad): the sum of N * X, about the nuclear norm of N, so
-            that steps shrink as gradients do.
+            n)), so that AdamW's lr and decay can be used. "original" or None (torch's
+            default): sqrt(max(1, m / n)). "rms_to_rms", and torch 2.15's
+            "spectral_unclamped": sqrt(m / n). "nuclear" (PolarGrad): the sum of N * X,
+            about the nuclear norm of N, so that steps shrink when gradients do.
         ns_dtype: Dtype of the iteration. None: bfloat16, but float32 on a CPU without
-            AVX512_BF16, and float64 for float64 parameters; `describe()` prints it. A step
-            that is differentiated uses float32 or wider.
+            AVX512_BF16, and float64 for float64 parameters; `describe()` prints it. Steps
+            through which you differentiate use float32 or wider.
         split: Parts of a parameter that are separate matrices, for example query, key and
             value. A number of equal parts, or a list with the number of rows of each part,
             cuts between rows. {"columns": 12} cuts between columns, for example the 12
             heads of an output projection; {"rows": 3} is the same as 3. {"rows": 3,
-            "repeats": 12} is for rows in which 3 parts alternate 12 times, as query, key
-            and value of each head in GPT-NeoX: a part has its rows from all repeats.
+            "repeats": 12} is for rows in which 3 parts alternate 12 times, like query, key
+            and value of each head in GPT-NeoX. Each of the 3 matrices consists of its rows
+            from all repeats.
         transposed: The parameters are stored as (inputs, outputs), as in transformers'
-            Conv1D. Their transposes are orthogonalized: rows are outputs in s, in split and
-            everywhere else.
-        element_beta: Turn on AdaMuon. It is the share of v kept, in [0, 1): X is made from
-            the signs of N, v averages X^2, and the step is X / sqrt(v), scaled to the norm
-            of an orthogonal matrix. v is float32 or wider. None: off.
+            Conv1D. The transposed matrices are orthogonalized, so rows are outputs in s, in
+            split and everywhere else.
+        element_beta: Turn on AdaMuon: X is computed from the signs of N, v averages X^2,
+            and the step is X / sqrt(v), scaled to the norm of an orthogonal matrix.
+            element_beta is the fraction of v that a step keeps, in [0, 1). v is stored in
+            float32 or wider. None: off.
         hyperball: Keep the norm R of each matrix: step by lr * R along X, then scale back
-            to R. lr is then a share of R, s has no effect, and weight_decay has to be 0. A
-            matrix of zeros does not change. Parameters in 16 bits need Kahan summation, or
-            R drifts.
+            to R. lr is then a fraction of R, s has no effect, and weight_decay has to be 0.
+            A matrix of zeros does not change. 16-bit parameters need Kahan summation,
+            because R drifts without it.
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+    Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     References:
         Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024;

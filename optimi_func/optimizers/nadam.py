@@ -21,7 +21,7 @@ __all__ = ["NAdam", "nadam", "nadam_init", "nadam_step"]
 
 
 class NAdam(Coupled, name="nadam"):
-    """NAdam: Adam that looks ahead along its momentum, as Nesterov does.
+    """NAdam: Adam with Nesterov momentum.
 
         m <- b1 * m + (1 - b1) * g,   v <- b2 * v + (1 - b2) * g^2
         mu_t = b1 * (1 - 0.96^(t * momentum_decay) / 2),   M_t = mu_1 * ... * mu_t
@@ -31,14 +31,16 @@ class NAdam(Coupled, name="nadam"):
     Here vhat = v / (1 - b2^t). The momentum mu rises from b1 / 2 to b1.
 
     Args:
-        betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
-        eps: Added to the root, after the bias correction.
-        weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
-            (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
-        momentum_decay: How fast mu rises, by step.
-        decouple_wd: Subtract decay from the parameter, not through the gradient.
+        betas: b1 and b2, each in [0, 1): the fractions of m and v that a step keeps.
+        eps: Added to the square root in the divisor, after the bias correction.
+        weight_decay: Decay coefficient. By default weight_decay * p is added to the
+            gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
+            instead; with decouple_lr=True, lr / max_lr * weight_decay * p.
+        momentum_decay: How fast mu rises per step; larger values are faster.
+        decouple_wd: Subtract decay directly from the parameter instead of adding it to the
+            gradient.
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+    Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     References:
         Dozat, "Incorporating Nesterov Momentum into Adam", ICLR workshop 2016.

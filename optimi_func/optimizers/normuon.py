@@ -14,7 +14,7 @@ __all__ = ["NorMuon", "normuon", "normuon_init", "normuon_step"]
 
 
 class NorMuon(Muon, name="normuon"):
-    """NorMuon: Muon whose step has rows of about equal length.
+    """NorMuon: Muon with steps whose rows have about equal length.
 
         O  = X of Muon, before s
         r <- row_beta * r + (1 - row_beta) * mean over columns of O^2
@@ -23,17 +23,17 @@ class NorMuon(Muon, name="normuon"):
 
     A step of Muon has equal singular values, but some of its rows (the neurons of a layer)
     are much longer than others. NorMuon divides each row by its usual length, and scales
-    the step back to the length of Muon's. r is one number for each row, float32 or wider.
-    It starts at 0 and needs no bias correction, because the norms remove the bias. Norms
-    are those of each matrix, also if it is part of a stack, of a `split`, or sharded. If
-    `split` cuts between columns, r has a column for each part. With `transposed`, rows are
-    the outputs.
+    the step back to the length of Muon's step. r stores one value for each row, in float32
+    or wider. r starts at 0 and needs no bias correction, because the division by the norm
+    removes the bias. Norms are computed for each complete matrix, even if the matrix is
+    sharded or is part of a stack or of a `split`. If `split` cuts between columns, r has a
+    column for each part. With `transposed`, rows are the outputs.
 
     Args:
-        row_beta: Share of r kept, in [0, 1).
-        element_beta: For Muon only.
+        row_beta: Fraction of r that a step keeps, in [0, 1).
+        element_beta: An option of Muon that NorMuon does not accept.
 
-    Arguments not named here are those of `Muon` and of every optimizer: see
+    Arguments not named here are those of `Muon`, or shared by all optimizers: see
     `BaseOptimizer`.
 
     References:

@@ -36,38 +36,39 @@ class Prodigy(Body, name="prodigy"):
 
     The sums are over all parameters of a param group, and p0 is the parameter before its
     first step. d grows from d0 as long as gradients keep pointing away from p0, that is, up
-    to about the distance between p0 and the solution. Leave lr at 1, with a schedule that
+    to about the distance between p0 and the solution. Use an lr of 1, with a schedule that
     ends at 0.
 
-    `optimizer.param_groups[i]["d"]` is the current d, for logs. You cannot set it, because
-    it is computed from the state; d_coef multiplies it. Each param group has its own d. If
-    several saved groups are loaded into one group, it continues with the d that was saved
-    for its first parameter.
+    `optimizer.param_groups[i]["d"]` is the current d, which you can log. You cannot set d,
+    because it is computed from the state, but d_coef multiplies it. Each param group has
+    its own d. If several saved groups are loaded into one group, it continues with the d
+    that was saved for its first parameter.
 
-    As in the paper, eps is multiplied by the d of the step before, so that gradient release
-    gives the same steps; the authors' code uses the new d. s is float32 with every storage,
-    and so is v unless it is in 8 bits, because in bfloat16 they could not change by small
-    amounts. m is float32 instead of float16, in which d * g would underflow.
+    As in the paper, eps is multiplied by the d of the previous step, so that gradient
+    release gives the same steps; the authors' code uses the new d. s is stored in float32
+    in every storage mode, and so is v unless it is stored in 8 bits, because s and v could
+    not change by small amounts in bfloat16. Where m would be float16, it is stored in
+    float32, because d * g would underflow.
 
     Args:
         lr: Factor on d, usually a schedule that starts at 1. With a warmup, set
             safeguard_warmup.
-        betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
-        weight_decay: Decay coefficient, multiplied by d * lr, or (decouple_lr) by d * lr /
-            max_lr.
-        eps: Added to the root after it was multiplied by d.
-        beta3: b3, in [0, 1): how much of r and s a step keeps. None: sqrt(b2).
-        d0: The first d. It should give steps that are far too small for any problem.
+        betas: b1 and b2, each in [0, 1): the fractions of m and v that a step keeps.
+        weight_decay: Decay coefficient. It is multiplied by d * lr, or by d * lr / max_lr
+            with decouple_lr=True.
+        eps: Multiplied by d and then added to the square root of v.
+        beta3: b3, in [0, 1): the fraction of r and s that a step keeps. None: sqrt(b2).
+        d0: The initial d. With it, steps should be far too small for any problem.
         d_coef: Factor on the estimates of d, usually from 0.5 to 2.
         growth_rate: The largest factor by which d grows in a step, at least 1. It does not
             limit the step from d0 to the first estimate.
         use_bias_correction: Multiply lr_t by sqrt(1 - b2^t) / (1 - b1^t), as Adam does.
-        safeguard_warmup: Use d instead of lr_t in s. The small lr of a warmup would
-            otherwise make s small and d too large.
+        safeguard_warmup: Use d instead of lr_t in the update of s. The small lr of a warmup
+            would otherwise make s too small and d too large.
         share_d: Use one d for all param groups, like the authors' package. All groups
             should have the same lr.
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+    Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     References:
         Mishchenko & Defazio, "Prodigy: An Expeditiously Adaptive Parameter-Free Learner",

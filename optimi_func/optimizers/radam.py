@@ -53,19 +53,21 @@ class RAdam(Rectified, name="radam"):
         r^2 = (rho - 4)(rho - 2) rho_inf / ((rho_inf - 4)(rho_inf - 2) rho)
         p <- p - lr * r * mhat / (sqrt(vhat) + eps)  once rho > 5, before: lr * mhat
 
-    mhat and vhat are Adam's moments after bias correction. While rho is at most 5, v is the
-    mean of too few gradients, and the step is lr * mhat. This replaces the warmup that Adam
-    needs.
+    mhat and vhat are Adam's moments after bias correction. While rho is at most 5, v
+    averages too few gradients to be reliable, and the step is lr * mhat. This correction
+    replaces the warmup that Adam needs.
 
     Args:
-        betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
-        weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
-            (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
-        eps: Added to the root, after the bias correction.
-        decouple_wd: Subtract decay from the parameter, not through the gradient.
-        torch_form: Add eps to the root before the bias correction, as torch.optim does.
+        betas: b1 and b2, each in [0, 1): the fractions of m and v that a step keeps.
+        weight_decay: Decay coefficient. By default weight_decay * p is added to the
+            gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
+            instead; with decouple_lr=True, lr / max_lr * weight_decay * p.
+        eps: Added to the square root in the divisor, after the bias correction.
+        decouple_wd: Subtract decay directly from the parameter instead of adding it to the
+            gradient.
+        torch_form: Add eps to the square root before the bias correction, like torch.optim.
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+    Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     References:
         Liu et al., "On the Variance of the Adaptive Learning Rate", arXiv:1908.03265.

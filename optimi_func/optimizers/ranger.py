@@ -17,15 +17,18 @@ class Ranger(Rectified, name="ranger"):
         slow <- slow + alpha * (p - slow),   p <- slow      every k-th step of RAdam
 
     Args:
-        betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
-        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by lr / max_lr.
-            With decouple_wd=False, weight_decay * p is added to the gradient.
-        eps: Added to the root, after the bias correction.
-        k: Steps from one pull to the next, at least 1.
-        alpha: Share of the way to p by which the slow weights move at a pull, in [0, 1].
-        decouple_wd: Subtract decay from the parameter, not through the gradient.
+        betas: b1 and b2, each in [0, 1): the fractions of m and v that a step keeps.
+        weight_decay: Decay coefficient. It is multiplied by lr, or by lr / max_lr with
+            decouple_lr=True. With decouple_wd=False, weight_decay * p is added to the
+            gradient instead.
+        eps: Added to the square root in the divisor, after the bias correction.
+        k: Number of steps from one pull to the next, at least 1.
+        alpha: Fraction of the distance to p by which each pull moves the slow weights, in
+            [0, 1].
+        decouple_wd: Subtract decay directly from the parameter instead of adding it to the
+            gradient.
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+    Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     References:
         Zhang, Lucas, Hinton & Ba, "Lookahead Optimizer: k steps forward, 1 step back",

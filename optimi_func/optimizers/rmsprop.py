@@ -29,22 +29,26 @@ class RMSprop(Coupled, name="rmsprop"):
         v <- alpha * v + (1 - alpha) * g^2
         p <- p - lr * g / (sqrt(v) + eps)
 
-    With momentum the step is b <- momentum * b + g / (sqrt(v) + eps) instead. With
-    centered=True, v - m^2 takes the place of v, where m is the mean gradient: the divisor
-    is then a standard deviation.
+    With momentum, the step is lr * b with b <- momentum * b + g / (sqrt(v) + eps). With
+    centered=True, v - m^2 replaces v, where m is the mean gradient. The divisor is then a
+    standard deviation.
 
     Args:
-        alpha: Share of v (and of m) that a step keeps.
-        eps: Added to the root.
-        weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
-            (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
-        momentum: Share of b kept; 0 needs no buffer. It may change during a run.
+        alpha: Fraction of v (and of m) that a step keeps.
+        eps: Added to the square root of v.
+        weight_decay: Decay coefficient. By default weight_decay * p is added to the
+            gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
+            instead; with decouple_lr=True, lr / max_lr * weight_decay * p.
+        momentum: Fraction of b that a step keeps; 0 needs no buffer. It may change during a
+            run.
         centered: Divide by the root of the variance instead of the mean square.
-        tf_like: Use TensorFlow's form, as many results of reinforcement learning do. v
-            begins at 1, and eps is added to v before its root is taken.
-        decouple_wd: Subtract decay from the parameter, not through the gradient.
+        tf_like: Use TensorFlow's formula, with which many results in reinforcement learning
+            were obtained. v begins at 1, and eps is added to v before the square root is
+            taken.
+        decouple_wd: Subtract decay directly from the parameter instead of adding it to the
+            gradient.
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+    Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     References:
         Tieleman & Hinton, "Lecture 6.5: Divide the gradient by a running average of its

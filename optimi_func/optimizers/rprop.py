@@ -26,18 +26,19 @@ class Rprop(Body, name="rprop", lr="inside"):
         g <- 0 where g * g_prev < 0
         p <- p - sign(g) * size
 
-    Sizes stay between the two step_sizes. It is made for gradients over all of the data,
-    because the noise of mini-batches flips signs. lr is only the first size, so schedules
-    have no effect.
+    Step sizes are kept between the two step_sizes. Rprop is made for gradients over all of
+    the data, because the noise of mini-batches flips signs. lr is only the initial step
+    size, so schedules have no effect.
 
     Args:
         lr: The first step size of every element.
-        etas: The factors a and b by which a size shrinks or grows: a in (0, 1), b above 1.
-        step_sizes: The smallest and the largest size.
-        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by lr / max_lr.
-            torch's Rprop has none.
+        etas: The factors a and b by which a step size shrinks or grows: a in (0, 1), b
+            above 1.
+        step_sizes: The smallest and the largest step size.
+        weight_decay: Decay coefficient. It is multiplied by lr, or by lr / max_lr with
+            decouple_lr=True. torch's Rprop has no weight decay.
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+    Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     References:
         Riedmiller & Braun, "A direct adaptive method for faster backpropagation learning:

@@ -52,18 +52,18 @@ class Averaging(NamedTuple):
 class ScheduleFreeOptimizer(Evaluated, Body):
     """Base class of the Schedule-Free optimizers.
 
-    z is float32 whatever the storage, and so is v unless it is in 8 bits, because bfloat16
-    could not follow them. lr may have a schedule.
+    z is stored in float32 in every storage mode, and so is v unless it is stored in 8 bits,
+    because bfloat16 could not represent their small changes. lr may have a schedule.
 
     Args:
-        betas: b1, in (0, 1), the share of x in y; b2, in [0, 1), how much of v a step
-            keeps.
-        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
-            lr / max_lr. It decays y.
-        eps: Added to the root, after the bias correction.
-        warmup_steps: Steps over which lr grows from 0, linearly.
-        r: The power of the step count in the weight of a step.
-        weight_lr_power: The power of the largest lr so far in the weight of a step. This
+        betas: b1, in (0, 1): the share of x in y; b2, in [0, 1): the fraction of v that a
+            step keeps.
+        weight_decay: Decay coefficient. It is multiplied by lr, or by lr / max_lr with
+            decouple_lr=True. The decay is applied to y.
+        eps: Added to the square root in the divisor, after the bias correction.
+        warmup_steps: Number of steps over which lr grows linearly from 0.
+        r: The exponent of the step count in the weight of a step.
+        weight_lr_power: The exponent of the largest lr so far in the weight of a step. This
             lr includes the warmup.
     """
 
@@ -125,19 +125,19 @@ class ScheduleFreeOptimizer(Evaluated, Body):
 
 
 class ScheduleFreeSGD(ScheduleFreeOptimizer, name="schedule_free_sgd"):
-    """Schedule-Free SGD: SGD without a schedule, evaluated at an average of its points.
+    """Schedule-Free SGD: SGD without a schedule, evaluated with an average of the weights.
 
         lr_t = lr * min(1, t / warmup_steps)
         z <- z - lr_t * (g + weight_decay * y)
         x <- (1 - c) * x + c * z,   y <- (1 - momentum) * z + momentum * x
 
-    y is the parameter, at which the gradient g is computed, and x is the average with which
-    you evaluate. The share c of step t in the average is its weight, t^r * max(lr_1, ...,
-    lr_t)^weight_lr_power, divided by the sum of all weights so far.
+    The gradient g is computed at the parameter y, and you evaluate with the average x. Step
+    t has the weight t^r * max(lr_1, ..., lr_t)^weight_lr_power. Its share c in the average
+    is this weight divided by the sum of all weights so far.
 
-    Call `train()` and `eval()` where you call those of the model. From `eval()` to
-    `train()` the parameters hold x, and a step raises. lr needs a warmup, but no other
-    schedule.
+    Call the optimizer's `train()` and `eval()` where you call those of the model. In eval
+    mode the parameters hold the average x, and a step raises an error. lr needs a warmup,
+    but no other schedule.
 
     Args:
         lr: Learning rate, usually ten times that of SGD with momentum 0.9.
@@ -202,19 +202,19 @@ class Squares(ScheduleFreeOptimizer):
 
 
 class ScheduleFreeAdamW(Squares, name="schedule_free_adamw"):
-    """Schedule-Free AdamW: AdamW without a schedule, evaluated at an average of its points.
+    """Schedule-Free AdamW: AdamW without a schedule, evaluated with averaged weights.
 
         v <- b2 * v + (1 - b2) * g^2,   lr_t = lr * min(1, t / warmup_steps)
         z <- z - lr_t * (g / (sqrt(vhat) + eps) + weight_decay * y)
         x <- (1 - c) * x + c * z,   y <- (1 - b1) * z + b1 * x
 
-    y is the parameter, at which the gradient g is computed, and x is the average with which
-    you evaluate. vhat = v / (1 - b2^t). The share c of step t in the average is its weight,
-    t^r * max(lr_1, ..., lr_t)^weight_lr_power, divided by the sum of all weights so far.
+    The gradient g is computed at the parameter y, and you evaluate with the average x. vhat
+    = v / (1 - b2^t). Step t has the weight t^r * max(lr_1, ..., lr_t)^weight_lr_power. Its
+    share c in the average is this weight divided by the sum of all weights so far.
 
-    Call `train()` and `eval()` where you call those of the model. From `eval()` to
-    `train()` the parameters hold x, and a step raises. lr needs a warmup, but no other
-    schedule.
+    Call the optimizer's `train()` and `eval()` where you call those of the model. In eval
+    mode the parameters hold the average x, and a step raises an error. lr needs a warmup,
+    but no other schedule.
 
     Args:
         lr: Learning rate, usually larger than AdamW's.
@@ -249,16 +249,17 @@ class ScheduleFreeRAdam(Squares, name="schedule_free_radam"):
         r_t^2 = (rho - 4)(rho - 2) rho_inf / ((rho_inf - 4)(rho_inf - 2) rho)
         lr_t = lr * r_t  once rho > 4, before: 0
 
-    Everything else is as in `ScheduleFreeAdamW`. With silent_sgd_phase=False, steps with
-    rho <= 4 are SGD's: z <- z - lr * (g + weight_decay * y).
+    Everything else is the same as in `ScheduleFreeAdamW`. With silent_sgd_phase=False,
+    steps with rho <= 4 are steps of SGD: z <- z - lr * (g + weight_decay * y).
 
-    Call `train()` and `eval()` where you call those of the model. From `eval()` to
-    `train()` the parameters hold the average x, and a step raises. lr needs neither a
+    Call the optimizer's `train()` and `eval()` where you call those of the model. In eval
+    mode the parameters hold the average x, and a step raises an error. lr needs neither a
     warmup nor another schedule.
 
     Args:
         lr: Learning rate, usually larger than RAdam's.
-        silent_sgd_phase: Take no step while rho <= 4. False: step by lr * g and decay.
+        silent_sgd_phase: Do not move the parameters while rho <= 4. False: move by lr * g
+            and decay.
 
     Arguments not named here are those of `ScheduleFreeOptimizer` and `BaseOptimizer`.
 

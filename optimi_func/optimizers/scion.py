@@ -13,24 +13,25 @@ __all__ = ["Scion", "scion", "scion_init", "scion_step"]
 
 
 class Scion(Muon, name="scion"):
-    """Scion: step along the momentum by a fixed length, in a norm for each kind of layer.
+    """Scion: step along the momentum by a fixed length, measured in a norm for the layer.
 
         b <- momentum * b + (1 - momentum) * g
         p <- p - lr * radius * L(b) - lr * weight_decay * p
 
     L(b) has a norm of 1. For a matrix with m rows and n columns it is sqrt(m / n) times
     Muon's X, or sign(b) / n with norm="sign"; for a vector it is b divided by its root mean
-    square. With a weight_decay of 1, parameters that begin in the ball of this radius stay
-    there. These norms let one lr and radius work for all widths.
+    square. With a weight_decay of 1, parameters that begin inside the ball of this radius
+    stay inside it. With these norms, one lr and one radius work for all widths.
 
     Args:
-        weight_decay: Factor on lr * p. 1 is the constrained variant, 0 the unconstrained
-            one.
-        momentum: Share of b kept, in [0, 1), which is 1 minus the authors' momentum.
+        weight_decay: Factor on lr * p. 1 selects the constrained variant and 0 the
+            unconstrained one.
+        momentum: Fraction of b that a step keeps, in [0, 1). It is 1 minus the authors'
+            momentum.
         norm: "spectral", or "sign" for output layers and embeddings.
-        radius: Factor on the step, and the norm of the ball in which the parameters stay.
+        radius: Factor on the step, and the radius of the ball that contains the parameters.
 
-    Arguments not named here are those of `Muon` and of every optimizer: see
+    Arguments not named here are those of `Muon`, or shared by all optimizers: see
     `BaseOptimizer`.
 
     References:

@@ -21,20 +21,23 @@ class SGD(Body, name="sgd"):
 
         b <- momentum * b + (1 - dampening) * g,   p <- p - lr * b
 
-    With nesterov=True the step is along g + momentum * b instead of b. With momentum = 0 it
-    is along g.
+    With nesterov=True, the step is along g + momentum * b instead of b. With momentum = 0,
+    the step is along g.
 
     Args:
-        momentum: Share of b kept, in [0, 1); 0 needs no buffer. It may change during a run.
-        weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
-            (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
+        momentum: Fraction of b that a step keeps, in [0, 1); 0 needs no buffer. It may
+            change during a run.
+        weight_decay: Decay coefficient. By default weight_decay * p is added to the
+            gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
+            instead; with decouple_lr=True, lr / max_lr * weight_decay * p.
         dampening: True makes b a moving average, with a dampening equal to momentum. A
-            number is torch's dampening, and b begins as the first gradient, as in torch.
-        decouple_wd: Subtract decay from the parameter, not through the gradient.
-        torch_init: With dampening=True, also begin with b as the first gradient.
-        nesterov: Use Nesterov's look ahead; needs momentum and no dampening.
+            number has the same meaning as in torch, where b begins as the first gradient.
+        decouple_wd: Subtract decay directly from the parameter instead of adding it to the
+            gradient.
+        torch_init: Also initialize b with the first gradient if dampening=True.
+        nesterov: Use Nesterov momentum, which needs momentum above 0 and no dampening.
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+    Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     References:
         Sutskever, Martens, Dahl & Hinton, "On the importance of initialization and

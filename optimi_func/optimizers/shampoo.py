@@ -29,15 +29,15 @@ KL_START = 0.1  # the eigenvalues that KL-Shampoo begins with
 
 
 class Shampoo(SOAP, name="shampoo"):
-    """Shampoo: step along the momentum times inverse roots of gradient covariances.
+    """Shampoo: step along the momentum, multiplied by inverse roots of covariances.
 
         L <- b3 * L + (1 - b3) * gg^T,   R <- b3 * R + (1 - b3) * g^Tg
         m <- b1 * m + (1 - b1) * g,      u = L^(-1/4) m R^(-1/4)
         p <- p - lr * u * ||a|| / ||u|| - lr * weight_decay * p
 
-    Here g is the gradient of a matrix, and a is Adam's step, whose length the step gets. m,
-    L and R are bias corrected. The order of the root is twice the number of sides that have
-    a factor: four if both sides of a matrix have one.
+    Here g is the gradient of a matrix, and u is scaled to the length of Adam's step a. m, L
+    and R are bias corrected. The order of the root is twice the number of sides that have a
+    factor: four if both sides of a matrix have a factor.
 
     KL-Shampoo (kl=True) fits both factors together to the covariance of the gradients. For
     an m x n matrix
@@ -46,27 +46,29 @@ class Shampoo(SOAP, name="shampoo"):
         R <- b3 * R + (1 - b3) / m * g^T L^-1 g
         u = L^(-1/2) m R^(-1/2)
 
-    In this variant u has the size of Adam's step without Adam's v.
+    In this variant u already has the size of Adam's step, without storing Adam's v.
 
-    The first step only sets L, R and their roots; parameters do not move except by decay.
-    After that, every precondition_frequency-th step ends with a decomposition that computes
-    new roots. KL-Shampoo instead stores eigenvectors, which it renews as QR(L Q), and
-    eigenvalues, which are averages over all steps that begin at 0.1. Adam updates vectors,
-    and matrices without a factor on any side. A derivative treats the roots as constants.
+    The first step only initializes L, R and their roots; it does not move the parameters
+    except by decay. After that, every precondition_frequency-th step ends with a
+    decomposition that computes new roots. KL-Shampoo instead stores eigenvectors and
+    eigenvalues. It recomputes the eigenvectors as QR(L Q). The eigenvalues are averages
+    over all steps, initialized to 0.1. Vectors, and matrices of which neither side has a
+    factor, are updated by Adam. Derivatives treat the roots as constants.
 
     Args:
         betas: b1, and the b2 of Adam's v, each in [0, 1).
-        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
-            lr / max_lr.
-        eps: Added to the root of v, and to the product of roots in KL-Shampoo.
-        shampoo_beta: b3, in [0, 1): how much of L and R a step keeps; below 0: b2.
-        correct_bias: False: use m, v, L and R without bias correction, like KL-Shampoo's
-            authors.
+        weight_decay: Decay coefficient. It is multiplied by lr, or by lr / max_lr with
+            decouple_lr=True.
+        eps: Added to the square root of v, and to the product of roots in KL-Shampoo.
+        shampoo_beta: b3, in [0, 1): the fraction of L and R that a step keeps. A value
+            below 0 means b2.
+        correct_bias: Apply bias correction to m, v, L and R. KL-Shampoo's authors use
+            False.
         kl: Use KL-Shampoo.
-        graft: Give u the length of Adam's step, which needs Adam's v. None: True, but False
-            for KL-Shampoo.
+        graft: Scale u to the length of Adam's step, which requires Adam's v. None means
+            True, or False for KL-Shampoo.
 
-    Arguments not named here are those of `SOAP` and of every optimizer: see
+    Arguments not named here are those of `SOAP`, or shared by all optimizers: see
     `BaseOptimizer`.
 
     References:

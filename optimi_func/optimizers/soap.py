@@ -32,39 +32,42 @@ class SOAP(Body, name="soap"):
         p <- p - lr * c * Q_L [m / (sqrt(v) + eps)] Q_R^T - lr * weight_decay * p
 
     Here g is the gradient of a matrix, and c = sqrt(1 - b2^(t-1)) / (1 - b1^(t-1)). Adam
-    divides single elements by their size. SOAP first rotates the matrix, so that it divides
-    combinations of rows and columns that are nearly uncorrelated.
+    normalizes each element of the gradient separately. SOAP first rotates the matrix, so
+    that it normalizes combinations of rows and columns that are nearly uncorrelated.
 
-    The first step only sets L and R, and Q_L and Q_R as their eigenvectors; parameters do
-    not move except by decay. After that, every precondition_frequency-th step ends with Q
-    <- QR(L Q), which is expensive. v is then sorted like the columns of Q, and m is rotated
-    into the new bases. A pure step that is traced, vmapped or on an accelerator cannot read
-    its step count, and computes new bases at every step. A derivative treats the bases as
-    constants.
+    The first step only initializes L and R, and sets Q_L and Q_R to their eigenvectors; it
+    does not move the parameters except by decay. After that, every
+    precondition_frequency-th step ends with Q <- QR(L Q), which is expensive. v is then
+    sorted like the columns of Q, and m is rotated into the new bases. A pure step cannot
+    read its step count if it is traced or vmapped or runs on an accelerator; it then
+    computes new bases in every step. Derivatives treat the bases as constants.
 
-    The state is float32 or wider: m and v in the shape of p, and the vectors `factors` and
-    `bases`, each with n^2 elements for each rotated side of length n.
+    The state is stored in float32 or wider. It consists of m and v in the shape of p, and
+    of the vectors `factors` and `bases`, which have n^2 elements for each rotated side of
+    length n.
 
     Args:
-        betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
-        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
-            lr / max_lr.
-        eps: Added to the root, before the bias correction.
-        shampoo_beta: b3, in [0, 1): how much of L and R a step keeps; below 0: b2.
-        precondition_frequency: Steps from one change of the bases to the next.
+        betas: b1 and b2, each in [0, 1): the fractions of m and v that a step keeps.
+        weight_decay: Decay coefficient. It is multiplied by lr, or by lr / max_lr with
+            decouple_lr=True.
+        eps: Added to the square root of v, before the bias correction.
+        shampoo_beta: b3, in [0, 1): the fraction of L and R that a step keeps. A value
+            below 0 means b2.
+        precondition_frequency: Number of steps from one change of the bases to the next.
         max_precond_dim: The longest side that is rotated. By default an embedding is
             rotated along its width only, and a convolution along each dimension.
         merge_dims: Merge dimensions as long as their product is at most max_precond_dim.
         precondition_1d: Rotate vectors too. By default Adam updates them.
-        normalize_grads: Divide the move of a parameter by its root mean square.
-        correct_bias: False: c = 1, no bias correction.
+        normalize_grads: Divide the update of each parameter by the root mean square of that
+            update.
+        correct_bias: Apply bias correction. With False, c = 1.
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+    Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     References:
-        Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam",
-        arXiv:2409.11321, as in the authors' code, where no decay is taken at the first
-        gradient, and later after the move.
+        Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam", arXiv:2409.11321,
+        as in the authors' code, which however applies no decay in the first step, and in
+        later steps applies it after the update.
 
     >>> w = torch.eye(2, requires_grad=True)
     >>> optimizer = SOAP([w], lr=0.1, weight_decay=0.0, compile=False)

@@ -11,22 +11,23 @@ __all__ = ["StableAdamW", "stableadamw", "stableadamw_init", "stableadamw_step"]
 
 
 class StableAdamW(Moments, name="stableadamw"):
-    """StableAdamW: AdamW with shorter steps where a gradient is larger than v predicts.
+    """StableAdamW: AdamW that takes shorter steps if a gradient is larger than v predicts.
 
         RMS^2 = mean(g^2 / max(vhat, eps^2))            over each tensor
         p <- p - (lr / max(1, RMS)) * (mhat / (sqrt(vhat) + eps) + weight_decay * p)
 
-    mhat and vhat are Adam's moments after bias correction. RMS is one number for each
-    tensor. This is Adafactor's update clipping (arXiv:1804.04235). It replaces gradient
-    clipping and has no hyperparameter.
+    mhat and vhat are Adam's moments after bias correction. Each tensor has one RMS.
+    Dividing lr by it is Adafactor's update clipping (arXiv:1804.04235), which replaces
+    gradient clipping and has no hyperparameter.
 
     Args:
-        betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
-        weight_decay: Decay coefficient, multiplied by lr / max(1, RMS), or
-            (decouple_lr) by that over max_lr.
-        eps: Added to the root, after the bias correction; its square bounds vhat.
+        betas: b1 and b2, each in [0, 1): the fractions of m and v that a step keeps.
+        weight_decay: Decay coefficient. It is multiplied by lr / max(1, RMS). With
+            decouple_lr=True this factor is also divided by max_lr.
+        eps: Added to the square root in the divisor, after the bias correction. Its square
+            is the lower bound of vhat.
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+    Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     References:
         Wortsman et al., "Stable and low-precision training for large-scale

@@ -1,9 +1,10 @@
-"""A page for each optimizer: from its class, its state, and a note written by hand.
+"""Write a page for each optimizer, from its class, its state and a note written by hand.
 
-The list is the package's (`optimi_func.functional`). A page's intuition, update, arguments
-and paper are the class docstring's, its bytes those of a state that is made here, and what
-no program knows is in _notes/<name>.md: `key: value` lines for the examples and for the
-tables of all optimizers in README.md and docs/choose.md, then the sections of the page.
+The optimizers are those of `optimi_func.functional`. The summary, the update, the arguments
+and the paper come from the docstring of the class, and the bytes from a state that this
+program creates. Everything else is in _notes/<name>.md: `key: value` lines for the examples
+and for the tables of all optimizers in README.md and docs/choose.md, and then the sections
+of the page.
 """
 
 import inspect
@@ -25,13 +26,14 @@ NOTES = Path(__file__).parents[1] / "_notes"
 KEYS = ("lr", "for", "state")
 SECTIONS = ("When to use it", "Usual hyperparameters", "Coming from elsewhere")
 
-# What the text of a number says it is measured in.
+# The text about a numeric argument has to contain one of these words, so that a reader
+# knows in which unit the argument is measured.
 MEASURES = re.compile(
-    r"\b(steps?|shares?|fractions?|factor|multiplied by|power|exponent|norm|RMS|roots?|gradients?|"
-    r"sizes?|squared|side|rows|rate|how (much|far|fast))\b",
+    r"\b(steps?|shares?|fractions?|factor|multiplied by|power|exponent|norm|RMS|roots?|"
+    r"gradients?|sizes?|squared|side|rows|rate|how (much|far|fast))\b",
     re.IGNORECASE,
 )
-# dtype of the parameters, `storage`, and what it is called here.
+# The dtype of the parameters, the argument `storage`, and the name of both on the pages.
 STORAGES: list[tuple[torch.dtype, Any, str]] = [
     (torch.float32, None, "float32"),
     (torch.float32, Storage(moments="8bit"), 'float32, `Storage(moments="8bit")`'),
@@ -39,12 +41,14 @@ STORAGES: list[tuple[torch.dtype, Any, str]] = [
     (torch.bfloat16, "compact", 'bfloat16, `storage="compact"`'),
     (torch.bfloat16, "exact", 'bfloat16, `storage="exact"`'),
 ]
-SIDE = 512  # of the matrix that states are made for: what is smaller takes no codes
+# States are created for a matrix with sides of this length, because smaller tensors are not
+# stored in 8 bits.
+SIDE = 512
 
 
 @dataclass(frozen=True)
 class Documented:
-    """The parts of a class docstring; arguments that it does not tell are its bases'."""
+    """The parts of a class docstring; missing arguments are taken from the base classes."""
 
     title: str
     summary: str
@@ -54,7 +58,7 @@ class Documented:
 
     @classmethod
     def of(cls, described: type) -> "Documented":
-        """Cut where the headings are that tests demand."""
+        """Split the docstring at its headings, which tests require."""
         text = inspect.cleandoc(described.__doc__ or "")
         text, _, _ = text.partition("\n>>> ")
         first, *parts = re.split(r"\n\n(Args|Raises|References):\n", text)
@@ -78,7 +82,7 @@ class Documented:
 
 @dataclass(frozen=True)
 class Note:
-    """The sections about an optimizer that are written by hand."""
+    """The sections of an optimizer's page that are written by hand."""
 
     lr: str  # in the examples
     lr_unit: str
@@ -89,16 +93,16 @@ class Note:
 
     @classmethod
     def of(cls, name: str) -> "Note":
-        """Read it.
+        """Read the note of an optimizer.
 
         Raises:
-            SystemExit: There is none, or one without a section that pages have.
+            SystemExit: The note does not exist, or lacks a section or a line.
         """
         path = NOTES / f"{name}.md"
         if not path.exists():
             raise SystemExit(
-                f"{name} has no note: write docs/_notes/{name}.md, as lion.md is beside "
-                f"it: lines of {', '.join(KEYS)} and the sections {', '.join(SECTIONS)}"
+                f"{name} has no note: write docs/_notes/{name}.md like lion.md, with lines "
+                f"for {', '.join(KEYS)}, and with the sections {', '.join(SECTIONS)}"
             )
         head, *parts = re.split(r"^## (.*)\n", path.read_text(), flags=re.M)
         keys = dict(line.split(": ", 1) for line in head.strip().splitlines())
@@ -113,7 +117,7 @@ class Note:
 
 
 def names() -> list[str]:
-    """Every optimizer of the package, by the name of its value."""
+    """Return the names of all pure optimizers in the package, such as `adamw`."""
     return [
         name
         for name, x in vars(functional).items()
@@ -123,24 +127,24 @@ def names() -> list[str]:
 
 
 def class_of(name: str) -> type[torch.optim.Optimizer]:
-    """The class that steps as this value does."""
+    """Return the class with the same steps as this pure optimizer."""
     found = vars(optimi_func).values()
     (cls,) = [x for x in found if getattr(getattr(x, "factory", 0), "__name__", 0) == name]
     return cls
 
 
 def arxiv(text: str) -> str:
-    """Papers as links."""
+    """Replace references to arXiv by links."""
     return re.sub(r"arXiv:(\d{4}\.\d{4,5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
 
 
 def cell(text: str) -> str:
-    """For a table."""
+    """Escape a text for a cell of a table."""
     return text.replace("|", "\\|").replace("*", "\\*").replace("_", "\\_")
 
 
 def kept(name: str, options: str) -> Iterator[tuple[str, dict[str, tuple[str, float]]]]:
-    """Return the bytes per element of a parameter and its state, by storage."""
+    """Yield each storage mode with the bytes per element of parameter and state."""
     for dtype, storage, called in STORAGES:
         p = torch.zeros(SIDE, SIDE, dtype=dtype, requires_grad=True)
         try:
@@ -149,7 +153,7 @@ def kept(name: str, options: str) -> Iterator[tuple[str, dict[str, tuple[str, fl
             )
             optimizer.init_state()
         except ValueError:
-            continue  # it keeps nothing that could be coded
+            continue  # This optimizer stores no tensor that this mode could compress.
         found = {"parameter": (str(dtype), p.element_size())}
         for field, x in optimizer.state[p].items():
             if isinstance(x, torch.Tensor) and x.numel() > 1:
@@ -159,12 +163,12 @@ def kept(name: str, options: str) -> Iterator[tuple[str, dict[str, tuple[str, fl
 
 
 def bytes_text(x: float) -> str:
-    """8, or 2.12."""
+    """Return the number with at most two decimals: 8, or 2.12."""
     return f"{x:.2f}".rstrip("0").rstrip(".")
 
 
 def memory(name: str, note: Note) -> str:
-    """The table of bytes."""
+    """Return the table of bytes per element."""
     rows = [
         "| parameters | state | parameter + state | with gradient |",
         "|---|---|---|---|",
@@ -185,7 +189,7 @@ def memory(name: str, note: Note) -> str:
 
 
 def arguments(name: str, note: Note, documented: Documented) -> str:
-    """The table of the optimizer's own arguments."""
+    """Return the table of the arguments that are specific to this optimizer."""
     cls, value = class_of(name), getattr(functional, name)
     ours = inspect.signature(cls).parameters
     values = inspect.signature(value).parameters
@@ -202,15 +206,15 @@ def arguments(name: str, note: Note, documented: Documented) -> str:
         is_number = type(default) in (int, float) or isinstance(default, float)
         if is_number and not MEASURES.search(words):
             raise SystemExit(
-                f"{name}: in what is {number} measured? Its line in the docstring of "
-                f"{cls.__name__} may say steps, share, factor, power, norm, root, ..."
+                f"{name}: in what is {number} measured? The docstring of {cls.__name__} "
+                "has to say so, with a word such as steps, fraction, factor, norm or root."
             )
         rows.append(f"| `{number}` | {given} | {cell(words)} |")
     return arxiv("\n".join(rows))
 
 
 def class_program(name: str, note: Note) -> str:
-    """The class, as tests run it."""
+    """Return the program that uses the class; tests run it."""
     cls = class_of(name).__name__
     more = f", {note.options}" if note.options else ""
     loop = """\
@@ -233,7 +237,7 @@ optimizer = {cls}(model.parameters(), lr={note.lr}{more})
 
 
 def pure_program(name: str, note: Note) -> str:
-    """The pure step, as tests run it."""
+    """Return the program that uses the pure functions; tests run it."""
     more = f", {note.options}" if note.options else ""
     evaluated = hasattr(class_of(name), "eval")
     end = "evaluated = optimizer.eval_params(params, state)\n" if evaluated else ""
@@ -312,7 +316,7 @@ def facts(name: str) -> list[str]:
 
 
 def page(name: str) -> str:
-    """The whole page."""
+    """Return the whole page of an optimizer."""
     note, documented = Note.of(name), Documented.of(class_of(name))
     summary = documented.summary[:1].upper() + documented.summary[1:]
     blocks = re.split(r"\n{2,}", documented.body)
@@ -361,7 +365,7 @@ def page(name: str) -> str:
 
 
 def index() -> str:
-    """All of them, a row each."""
+    """Return the page that lists all optimizers."""
     rows = [
         "# Optimizers",
         "",
@@ -438,13 +442,13 @@ USUAL = {"l2": "L2", "decoupled": "decoupled", "proximal": "proximal"}
 
 
 def in_order(table: str) -> list[str]:
-    """Every optimizer, in the order of the rows that a table has; new ones are the last."""
+    """Return all optimizers in the order of a table's rows, with new ones at the end."""
     known = [name for name in ROW.findall(table) if name in names()]
     return [*known, *(name for name in names() if name not in known)]
 
 
 def grouped_rows(order: list[str], key: Callable[[str], str]) -> dict[str, list[str]]:
-    """Names with the same key, by it."""
+    """Group names by their key."""
     groups: dict[str, list[str]] = {}
     for name in order:
         groups.setdefault(key(name), []).append(name)
@@ -452,7 +456,7 @@ def grouped_rows(order: list[str], key: Callable[[str], str]) -> dict[str, list[
 
 
 def coded(found: Iterable[str]) -> str:
-    """Names as code."""
+    """Format names as code."""
     return ", ".join([f"`{x}`" for x in found])
 
 
@@ -475,7 +479,7 @@ def glance(order: list[str]) -> str:
 
 
 def entry(name: str) -> str:
-    """The keys of `state[p]`, without `step`."""
+    """Return the keys of `state[p]`, without `step`."""
     value = getattr(functional, name)(lr=1e-3)
     usual = (*value.rule.state._fields, *value.rule.running._fields)
     more = sorted(value.entry_fields.difference(usual))
@@ -484,7 +488,7 @@ def entry(name: str) -> str:
 
 
 def entries(order: list[str]) -> str:
-    """The table of names in the state."""
+    """Return the table of the names in the state."""
     rows = ["| optimizer | keys of `optimizer.state[p]`, without `step` |", "|---|---|"]
     for keys, same in grouped_rows(order, entry).items():
         titles = ", ".join([class_of(name).__name__ for name in same])
@@ -493,7 +497,7 @@ def entries(order: list[str]) -> str:
 
 
 def listed(order: list[str]) -> str:
-    """README's table: the classes by the kind of decay that is their default."""
+    """Return README's table: the classes, grouped by their default kind of decay."""
     rows = ["| class | weight decay |", "|---|---|"]
 
     def decay(name: str) -> str:
@@ -505,7 +509,7 @@ def listed(order: list[str]) -> str:
 
 
 def filled(page: str, choose: str) -> str:
-    """A page with its tables of optimizers as they are now, in the order of choose.md."""
+    """Return a page with up-to-date tables of optimizers, in the order of choose.md."""
     made = {"glance": glance, "listed": listed}
     return re.sub(
         r"<!-- (glance|listed) -->\n.*?<!-- / -->",

@@ -164,8 +164,8 @@ class Muon(Body, name="muon"):
         ns_steps: Number of steps of the iteration, if all steps use the same a, b, c. None:
             5.
         adjust_lr_fn: The scale s of an m x n matrix. "match_rms_adamw": 0.2 sqrt(max(m,
-            n)), so that AdamW's lr and decay can be used. "original" or None (torch's
-            default): sqrt(max(1, m / n)). "rms_to_rms", and torch 2.15's
+            n)), so that AdamW's lr and decay can be used. None (torch's default) or
+            "original": sqrt(max(1, m / n)). "rms_to_rms", and torch 2.15's
             "spectral_unclamped": sqrt(m / n). "nuclear" (PolarGrad): the sum of N * X,
             about the nuclear norm of N, so that steps shrink when gradients do.
         ns_dtype: Dtype of the iteration. None: bfloat16, but float32 on a CPU without

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import (
     Any,
+    Generic,
     Literal,
     NamedTuple,
     Protocol,
@@ -15,11 +16,15 @@ from typing import (
     TypeAlias,
     TypedDict,
     TypeGuard,
+    TypeVar,
+    cast,
     runtime_checkable,
 )
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 # A number that may be traced, differentiated or vmapped: 0-d if it is a Tensor.
 Scalar: TypeAlias = float | Tensor
@@ -161,6 +166,26 @@ class Whole(NamedTuple):
     by_matrix: bool = False
 
 
+class stored(Generic[T]):
+    """A property that is computed once and then stored in the instance's `__dict__`.
+
+    `functools.cached_property` does the same, but Python 3.11's has a lock, which
+    torch.compile cannot trace. While torch.compile traces, nothing is stored.
+    """
+
+    def __init__(self, make: Callable[[Any], T]) -> None:
+        self._make, self._name, self.__doc__ = make, make.__name__, make.__doc__
+
+    def __get__(self, instance: object, owner: type | None = None) -> T:
+        """Compute and store the value. Later reads find it in `__dict__`."""
+        if instance is None:
+            return cast(T, self)
+        value = self._make(instance)
+        if not torch.compiler.is_compiling():
+            instance.__dict__[self._name] = value
+        return value
+
+
 @dataclass(frozen=True, eq=False)
 class Rule:
     """The mathematics of one optimizer, compared by identity.
@@ -281,7 +306,7 @@ class Rule:
         names = {*given}
         return not {*self.extras} - {*self.usual} <= names <= {*self.extras}
 
-    @property  # not a cached one: torch.compile cannot trace the lock of Python 3.11
+    @stored
     def draws(self) -> bool:
         """True if `whole` draws random numbers."""
         return self.whole is not None and self.whole.draws

@@ -6,6 +6,7 @@ docstring of the rule's class and of its bases.
 
 import inspect
 import re
+from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 from weakref import WeakKeyDictionary
@@ -79,11 +80,11 @@ _WRITTEN = """\
 """
 
 
+@dataclass(frozen=True)
 class Shown:
     """An annotation that `help` and `inspect.signature` show by its short name."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
     def __repr__(self) -> str:
         return self.name

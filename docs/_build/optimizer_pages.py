@@ -331,7 +331,7 @@ def page(name: str) -> str:
         f"**{cell(summary)}**",
         "## Programs",
         shown(
-            "Use the class like any optimizer of torch (this program prints its state)",
+            "Use the class like any optimizer of torch (this program prints the state)",
             program,
             printed(name, program),
         ),
@@ -348,8 +348,9 @@ def page(name: str) -> str:
         "`compile`, `storage` and `cautious_decay`.",
         "## State",
         f"For each parameter, {documented.title} stores {note.state}. The table shows "
-        f"the bytes per element for a {SIDE} x {SIDE} matrix. Its last column includes the "
-        "gradient, which [gradient release](../release.md) frees during the backward pass.",
+        f"the bytes per element for a {SIDE} x {SIDE} matrix. The last column of the table "
+        "includes the gradient, which [gradient release](../release.md) frees during the "
+        "backward pass.",
         memory(name, note),
         "\n".join(f"- {fact}" for fact in facts(name)),
         "## Coming from elsewhere",

@@ -55,11 +55,11 @@ class Adafactor(Body, name="adafactor"):
     R and C approximate the second moment of a matrix. For a vector, U = g / sqrt(V), where
     V is a moving average of g^2 + eps1 in the shape of g.
 
-    The state takes only a few thousandths of the memory of the matrix. A bfloat16 parameter
-    with Kahan summation therefore takes 4 bytes in total. R, C and V are stored in float32
-    or wider, whatever state_dtype is. The defaults are those that transformers recommends
-    for finetuning with Adafactor: you set lr, as for AdamW. Instead of transformers'
-    warmup_init, use a schedule with a warmup.
+    Adafactor's state takes only a few thousandths of the memory of the matrix. A bfloat16
+    parameter with Kahan summation therefore takes 4 bytes in total. R, C and V are stored
+    in float32 or wider, whatever state_dtype is. The defaults are those that transformers
+    recommends for finetuning with Adafactor: you set lr, as for AdamW. Instead of
+    transformers' warmup_init, use a schedule with a warmup.
 
     A tensor with more than two dimensions is treated as a stack of matrices, which are its
     last two dimensions, as in transformers and torch. Weight decay subtracts lr *

@@ -144,7 +144,7 @@ class Muon(Body, name="muon"):
         p <- p - lr * s * X - lr * weight_decay * p
 
     Muon is made for the matrices of a network's hidden layers. `MuonAdamW` and `Mixed`
-    combine it with a different optimizer for embeddings, output layers and vectors. A
+    combine Muon with a different optimizer for embeddings, output layers and vectors. A
     parameter with three dimensions is treated as a stack of matrices. A parameter with more
     dimensions is flattened into one matrix, whose rows are the outputs of a convolution.
     The steps are the same as in torch.optim.Muon, but adjust_lr_fn has a different default.

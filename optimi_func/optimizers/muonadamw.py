@@ -79,69 +79,83 @@ def MuonAdamW(  # noqa: D417
     cautious: bool = False,
     **options: Unpack[Options],
 ) -> Mixed:
-    """`Mixed` of Muon for a model's `hidden_matrices` and AdamW for the rest.
+    """Return a `Mixed` that updates hidden matrices with Muon and the rest with AdamW.
 
-    Which parameter is what goes to the log "optimi_func" at level INFO, in a line for each
-    kind, and `describe()` lists each. With transformers: Trainer(...,
-    optimizer_cls_and_kwargs=(lambda: MuonAdamW, {"lr": 1e-3})).
+    The logger "optimi_func" reports at level INFO which parameters belong to which kind,
+    with one line for each kind, and `describe()` lists every parameter. To use MuonAdamW
+    with transformers, pass optimizer_cls_and_kwargs=(lambda: MuonAdamW, {"lr": 1e-3}) to
+    the Trainer.
 
-    Of n processes that hold a matrix one maps it, the next free one by cost. Shards travel
-    in two `all_to_all_single` a step, which bring each process 2 (n - 1) / n^2 of all
-    elements. Copies (Replicate, or plain with `process_group`) take one `all_gather` of
-    (n - 1) / n. Stacks that are cut between their matrices send nothing, copies of them are
-    divided by matrix. What two dimensions of a mesh cut, or is offloaded, every process
-    gathers. 8 bytes a process tell before the first write if all step alike.
+    If n processes hold a matrix, one of them orthogonalizes it, and the work is balanced by
+    cost. Shards are exchanged in two calls of `all_to_all_single` per step, which bring
+    each process 2 (n - 1) / n^2 of all elements. For copies (Replicate, or plain tensors
+    with `process_group`), one `all_gather` per step brings each process (n - 1) / n of all
+    elements. A stack of matrices needs no communication if the shards contain complete
+    matrices; copies of a stack are divided between the processes by matrix. A parameter
+    that is offloaded, or sharded along two dimensions of a mesh, is gathered by every
+    process. Before the first write, the processes exchange 8 bytes each to check that they
+    all take the same step.
 
     Args:
-        model: Its parameters are taken; those that do not require a gradient wait for one.
-        lr: Learning rate of Muon's part, and of AdamW's unless adamw_lr is given. With
-            another adjust_lr_fn they need different ones.
-        weight_decay: Decay of matrices and of an output layer not tied to an embedding.
-        adamw_lr: Learning rate of AdamW's part. None: lr.
-        adamw_weight_decay: Decay of all that AdamW updates, as torch's. None: embeddings,
-            norms, biases and others that are not called a weight do not decay.
+        model: The model whose parameters are optimized. Parameters that do not require a
+            gradient are not updated until they receive one.
+        lr: Learning rate of Muon, and of AdamW unless you pass adamw_lr. With a different
+            adjust_lr_fn, Muon and AdamW need different learning rates.
+        weight_decay: Decay coefficient of hidden matrices, and of an output layer that is
+            not tied to an embedding.
+        adamw_lr: Learning rate of the parameters that AdamW updates. None: lr.
+        adamw_weight_decay: Decay coefficient of all parameters that AdamW updates, as in
+            torch. None: embeddings, norms, biases and other parameters without "weight" in
+            their name do not decay.
         lr_multipliers: Factors on lr or adamw_lr, by name or pattern (`fnmatch`) of
-            parameters; the first that matches counts. Parameters of one factor are groups.
-        overrides: Other options by name or pattern, as {"*.bias": {"betas": (0.9, 0.95)}},
-            of Muon or AdamW, whichever takes the parameter: see `param_groups_by_name`.
-        exclude: Names or patterns of parameters that AdamW takes: see `hidden_matrices`.
-        include: Names or patterns of parameters that Muon takes.
-        transposed: Names or patterns of matrices that are stored as (inputs, outputs):
-            see `hidden_matrices`, which finds transformers' Conv1D itself.
-        hidden: The choice that `hidden_matrices` has made of the whole model, on the meta
-            device too, if this one is a part of it, as a pipeline stage. Patterns may
-            select parameters of other parts then.
-        momentum: Muon's, or a schedule, as schedules.linear(0.85, 0.95, 300).
-        nesterov: Muon's.
-        ns_coefficients: Muon's.
-        ns_steps: Muon's.
-        adjust_lr_fn: Muon's.
-        ns_dtype: Muon's.
-        split: Muon's, by name or pattern, as {"*.qkv.weight": 3, "*.o_proj.weight":
-            {"columns": 12}}. Rows are outputs. A layer that stores (inputs, outputs), as
-            GPT-2's, needs {"rows": 3}, because its outputs are columns of the tensor.
-        element_beta: Muon's: AdaMuon.
-        hyperball: Muon's. Hidden matrices do not decay then, and lr is a share of their
-            norms, so that AdamW needs an adamw_lr.
-        betas: AdamW's.
-        eps: AdamW's.
-        row_beta: `NorMuon`'s, which it takes in the place of Muon. None: Muon.
-        max_lr: The largest lr that will be scheduled; adamw_lr and multipliers scale it.
+            parameters; the first match wins. Parameters with the same factor share param
+            groups.
+        overrides: Other options by name or pattern, for example {"*.bias": {"betas": (0.9,
+            0.95)}}. They are options of Muon or AdamW, depending on which of the two
+            updates the parameter: see `param_groups_by_name`.
+        exclude: Names or patterns of parameters that AdamW updates: see `hidden_matrices`.
+        include: Names or patterns of parameters that Muon updates.
+        transposed: Names or patterns of matrices that are stored as (inputs, outputs): see
+            `hidden_matrices`, which recognizes transformers' Conv1D without it.
+        hidden: The result of `hidden_matrices` for the whole model. Pass it if `model` is
+            only a part of that model, such as a pipeline stage. The whole model may be on
+            the meta device. Patterns may then also select parameters of other parts.
+        momentum: See `Muon`. It can also be a schedule, such as schedules.linear(0.85,
+            0.95, 300).
+        nesterov: See `Muon`.
+        ns_coefficients: See `Muon`.
+        ns_steps: See `Muon`.
+        adjust_lr_fn: See `Muon`.
+        ns_dtype: See `Muon`.
+        split: See `Muon`. Pass values by name or pattern, for example {"*.qkv.weight": 3,
+            "*.o_proj.weight": {"columns": 12}}. Rows are outputs. For a layer that stores
+            (inputs, outputs), such as those of GPT-2, write {"rows": 3} instead of 3,
+            because its outputs are columns of the tensor.
+        element_beta: See `Muon`. It turns on AdaMuon.
+        hyperball: See `Muon`. With it, hidden matrices do not decay, and lr is a fraction
+            of their norms, so pass a separate adamw_lr for AdamW.
+        betas: See `AdamW`.
+        eps: See `AdamW`.
+        row_beta: See `NorMuon`, which is used instead of Muon if you pass this argument.
+            None: Muon.
+        max_lr: The largest value of lr in its schedule; adamw_lr and lr_multipliers scale
+            it.
 
-    `add_param_group` chooses in the same way for parameters that the model has by then, and
-    gives all others to AdamW, as those of a head that is a module of its own. A group may
-    name its rule instead: {"params": ..., "rule": "muon"}. It needs no names. A copy of the
-    optimizer (deepcopy, pickle) knows no model.
+    `add_param_group` makes the same choice for parameters that have been added to the model
+    in the meantime. All other parameters, for example those of a separate head module, are
+    updated by AdamW. A group can also name its rule, as in {"params": ..., "rule": "muon"},
+    and then needs no parameter names. A copy of the optimizer (deepcopy, pickle) has no
+    reference to the model.
 
-    The other arguments are those of every optimizer: see `BaseOptimizer`. Muon refuses
-    cautious=True.
+    All other arguments are shared by all optimizers: see `BaseOptimizer`. Muon does not
+    accept cautious=True.
 
-    If there is no hidden matrix to train, as in the first stage of a fine-tuning that
-    trains the head alone, AdamW updates everything, and the log says so as a warning.
+    If no hidden matrix is trainable, for example while only the head is finetuned, AdamW
+    updates all parameters, and the log contains a warning.
 
     Raises:
-        TypeError: model is missing, or is no module.
-        ValueError: A hyperparameter out of its range, or a pattern that selects nothing.
+        TypeError: model is missing, or is not a module.
+        ValueError: A hyperparameter is out of range, or a pattern selects nothing.
 
     >>> model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3))
     >>> print(MuonAdamW(model, lr=1e-3, ns_dtype="float32").describe())
@@ -380,12 +394,12 @@ def NorMuonAdamW(  # noqa: D417
     row_beta: float = 0.95,
     **options: Any,
 ) -> Mixed:
-    """`MuonAdamW` with `NorMuon` in the place of Muon.
+    """Return a `MuonAdamW` that uses `NorMuon` instead of Muon.
 
     Args:
-        model: Its trainable parameters are taken.
-        lr: As of `MuonAdamW`, as are weight_decay and options.
-        row_beta: NorMuon's.
+        model: The model whose trainable parameters are optimized.
+        lr: See `MuonAdamW`, which also describes weight_decay and the other options.
+        row_beta: See `NorMuon`.
 
     >>> model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3))
     >>> [group["rule"] for group in NorMuonAdamW(model, lr=1e-3).param_groups]
@@ -433,43 +447,45 @@ def hidden_matrices(
     include: str | Iterable[str] = (),
     transposed: str | Iterable[str] = (),
 ) -> HiddenMatrices:
-    """Make a predicate for the matrices of hidden layers, for `Mixed` and `partition`.
+    """Return a predicate that selects hidden matrices, for `Mixed` and `partition`.
 
-    It selects weights of at least two dimensions, stacks of matrices (three dimensions, as
-    the weights of experts), and matrices of experts. Not selected are embeddings and
-    weights tied to one, output layers, routers and gates, matrices of one row or column,
-    weights of 1-d convolutions, and other parameters that are not called a weight (class
-    tokens, positions).
+    The predicate selects weights with at least two dimensions, stacks of matrices (three
+    dimensions, like the weights of experts), and matrices of experts. It does not select
+    embeddings and weights that are tied to an embedding, output layers, routers and gates,
+    matrices with a single row or column, weights of 1-d convolutions, and other parameters
+    without "weight" in their name (class tokens, positions).
 
-    Output layers are what the model says (get_output_embeddings of transformers,
-    get_classifier of timm), layers that are called so (lm_head, mtp_heads, unembed, logits,
-    classifier, policy, actor, ...), the last layer of a head of several, and an nn.Linear
-    with the shape of the largest embedding. If there is none, it is the last nn.Linear,
-    unless that is in a repeated block, as in a pipeline stage or a backbone.
-    A layer is a router if it is called so, and a gate if it has a shape of its own beside
-    its neighbours: that of a gated MLP does not. `print(hidden_matrices(model))` says what
-    was found.
+    A layer is an output layer if the model declares it as one (get_output_embeddings of
+    transformers, get_classifier of timm), if it has a typical name (lm_head, mtp_heads,
+    unembed, logits, classifier, policy, actor, ...), if it is the last layer of a head with
+    several layers, or if it is an nn.Linear with the shape of the largest embedding. If no
+    layer meets these conditions, the last nn.Linear is the output layer, unless it is
+    inside a repeated block, as in a pipeline stage or a backbone. A layer is a router if
+    its name says so. A layer that is named a gate counts as a gate only if its shape
+    differs from its neighbours, which is not the case in a gated MLP.
+    `print(hidden_matrices(model))` shows the result.
 
-    Stacks of three dimensions are mapped matrix by matrix. More are flattened, as the
-    weights of convolutions are, and those of experts are refused.
+    Parameters with three dimensions are orthogonalized matrix by matrix. Parameters with
+    more dimensions are flattened, like the weights of convolutions, except that experts
+    with more than three dimensions raise an error.
 
     Some layers store their weight as (inputs, outputs): transformers' Conv1D of GPT-2,
     experts of transformers that say `is_transposed`, and nn.ConvTranspose2d and 3d without
-    groups. They have a line of their own in what is printed, and `MuonAdamW` maps them as
-    their transposes. A `Mixed` or `partition` needs a part for them with
-    `muon(transposed=True)`.
+    groups. print(hidden_matrices(model)) lists these layers on a separate line, and
+    `MuonAdamW` orthogonalizes their transposed weights. In a `Mixed` or `partition`, add a
+    part with `muon(transposed=True)` for them.
 
     Args:
         model: The model with the parameters.
         exclude: Names or patterns (`fnmatch`) of parameters that are not selected.
         include: Names or patterns of parameters that are selected, unless excluded.
         transposed: Names or patterns of selected parameters that are stored as (inputs,
-            outputs), in layers other than these.
+            outputs) in other layers than the ones above.
 
     Raises:
-        ValueError: A name or pattern that no parameter has, or of `transposed` none that
-            is selected, or experts of four dimensions
-            or more, as (layers, experts, rows, columns), that no option names.
+        ValueError: A name or pattern matches no parameter, a name or pattern in
+            `transposed` matches no selected parameter, or experts have four or more
+            dimensions, such as (layers, experts, rows, columns), and no option names them.
 
     >>> layers = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5)
     >>> model = nn.Sequential(*layers)

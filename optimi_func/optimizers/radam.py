@@ -54,7 +54,7 @@ class RAdam(Rectified, name="radam"):
         p <- p - lr * r * mhat / (sqrt(vhat) + eps)  once rho > 5, before: lr * mhat
 
     mhat and vhat are Adam's moments after bias correction. While rho is at most 5, v
-    averages too few gradients to be reliable, and the step is lr * mhat. This correction
+    averages too few gradients to be reliable, and the step is lr * mhat. RAdam's correction
     replaces the warmup that Adam needs.
 
     Args:

@@ -12,7 +12,7 @@ __all__ = ["Ranger", "ranger", "ranger_init", "ranger_step"]
 
 
 class Ranger(Rectified, name="ranger"):
-    """Ranger: RAdam that is pulled towards a slow copy of the weights at every k-th step.
+    """Ranger: RAdam that pulls the weights towards a slow copy at every k-th step.
 
         slow <- slow + alpha * (p - slow),   p <- slow      every k-th step of RAdam
 

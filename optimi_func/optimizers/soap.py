@@ -42,9 +42,9 @@ class SOAP(Body, name="soap"):
     read its step count if it is traced or vmapped or runs on an accelerator; it then
     computes new bases in every step. Derivatives treat the bases as constants.
 
-    The state is stored in float32 or wider. It consists of m and v in the shape of p, and
-    of the vectors `factors` and `bases`, which have n^2 elements for each rotated side of
-    length n.
+    SOAP's state is stored in float32 or wider. It consists of m and v in the shape of p,
+    and of the vectors `factors` and `bases`, which have n^2 elements for each rotated side
+    of length n.
 
     Args:
         betas: b1 and b2, each in [0, 1): the fractions of m and v that a step keeps.

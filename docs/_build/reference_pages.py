@@ -78,7 +78,8 @@ def signature(name: str, made: Any) -> str:
     """Return a signature on one line, or with an argument on each line."""
     shown = named(inspect.signature(made))
     whole = list(shown.parameters.values())
-    if whole and whole[0].name in ("self", "cls"):
+    method = "." in getattr(made, "__qualname__", "")
+    if method and whole and whole[0].name in ("self", "cls"):
         whole = whole[1:]
     if isinstance(made, type) and issubclass(made, optimizers.BaseOptimizer):
         whole = [p.replace(annotation=p.empty) for p in whole]

@@ -331,7 +331,7 @@ def page(name: str) -> str:
         f"**{cell(summary)}**",
         "## Programs",
         shown(
-            "Use the class like any optimizer of torch (this program prints the state)",
+            "Use the class like any other torch optimizer (this program prints its state)",
             program,
             printed(name, program),
         ),
@@ -382,9 +382,9 @@ def index() -> str:
         "-0.001 -0.001",
         "```",
         "",
-        "The last two columns show the bytes of state per parameter: for float32 "
-        "parameters, and for bfloat16 parameters with the default storage mode. 2 of the "
-        "bytes for bfloat16 are the Kahan compensation.",
+        "The last two columns show the bytes of state per parameter, first for float32 "
+        "parameters and then for bfloat16 parameters with the default storage mode. The "
+        "bfloat16 figure includes 2 bytes for the Kahan compensation.",
         "",
         "| class | pure function | what it does | float32 | bfloat16 |",
         "|---|---|---|---|---|",

@@ -4,9 +4,9 @@ Luo et al. 2019 (arXiv:1902.09843).
 x -= clip(lr / sqrt(v), final (1 - 1 / (gamma t + 1)),
 final (1 + 1 / (gamma t))) m
 
-Use AdaBound if training would otherwise begin with Adam and switch to SGD.
-AdaBound's steps approach the steps of SGD with the learning rate `final`. A
-schedule changes lr, but not `final`.
+Use AdaBound if you would otherwise begin training with Adam and switch to
+SGD. AdaBound's steps approach the steps of SGD with the learning rate
+`final`. A schedule changes lr, but not `final`.
 """
 
 from typing import NamedTuple

@@ -4,8 +4,9 @@ Yao et al. 2020 (arXiv:2006.00719).
 v = b2 v + (1 - b2) h^2, x -= lr m / sqrt(v)^power
 
 Use AdaHessian for problems where a second backward pass pays off. Your
-program passes `hessian` to AdaHessian: the product z * Hz of random signs z
-and the Hessian H, averaged over the elements of each convolution kernel.
+program passes `hessian` to AdaHessian: the elementwise product of random
+signs z and the vector Hz, where H is the Hessian, averaged over the
+elements of each convolution kernel.
 """
 
 from typing import NamedTuple

@@ -5,7 +5,7 @@ v = b2 v + (1 - b2) mean(g^2), one v for each row, x -= lr m / sqrt(v)
 
 Use Adam-mini for language models if Adam's state is too large. Adam-mini
 needs half as much memory for its state, because it stores only one second
-moment for each row, which is the paper's choice for MLPs and output layers.
+moment for each row. The paper does the same for MLPs and output layers.
 """
 
 from typing import NamedTuple

@@ -4,9 +4,9 @@ Scale-invariant Weights, Heo et al. 2020 (arXiv:2006.08217).
 d = m / sqrt(v), without its part along x if g is almost orthogonal to x,
 x -= lr d
 
-Use AdamP for networks with normalization layers, whose weights keep growing
-under Adam. AdamP removes the part of a step that only changes the length of
-a weight.
+Use AdamP for networks with normalization layers, where weights keep growing
+under Adam. AdamP removes the part of a step that only changes the norm of a
+weight.
 """
 
 from typing import NamedTuple

@@ -4,8 +4,8 @@ Xiao 2025 (arXiv:2507.08963).
 x -= lr m / sqrt(v), v = (3 b^2 - 2 b^3) o^2 + (1 - b)^2 g (g + 2 b o),
 where o is the previous m
 
-Use BCOS if you want results like Adam's but can store only one moment. BCOS
-estimates the second moment from the first.
+Use BCOS if you want results like Adam's but have memory for only one
+moment. BCOS estimates the second moment from the first.
 """
 
 from typing import NamedTuple

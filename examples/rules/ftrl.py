@@ -3,7 +3,7 @@
 n += g^2, z += lr g - (sqrt(n) - sqrt(last n)) x,
 x = -shrink(z, lr l1) / (beta + sqrt(n))
 
-Use FTRL for sparse linear models; the paper calls it FTRL-Proximal.
+Use FTRL for sparse linear models. The paper calls FTRL "FTRL-Proximal".
 Initialize the weights to 0, because the rule pulls them towards their
 initial values.
 """

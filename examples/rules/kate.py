@@ -4,7 +4,7 @@ AdaGrad, Choudhury et al. 2024 (arXiv:2403.02648).
 b += g^2, m += eta g^2 + g^2 / b, x -= lr sqrt(m) / b g
 
 Use KATE if features have very different scales, as in generalized linear
-models, and for other problems that suit Adagrad.
+models, or for other problems where Adagrad works well.
 """
 
 from typing import NamedTuple

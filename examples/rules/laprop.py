@@ -4,8 +4,8 @@
 m = b1 m + (1 - b1) g / sqrt(v), x -= lr m
 
 Use LaProp for noisy gradients. LaProp normalizes each gradient before the
-gradient enters the momentum, so b1 can be near 1 while b2 is small, a
-combination with which Adam diverges.
+gradient is added to the momentum, so b1 can be near 1 while b2 is small.
+Adam diverges with this combination.
 """
 
 from typing import NamedTuple

@@ -3,8 +3,8 @@
 
 m = b m + trust |x| / (|g| + l2 |x|) (g + l2 x), x -= lr m
 
-Use LARS for convolutional networks with batches of thousands, and for
-self-supervised learning.
+Use LARS for convolutional networks with batches of thousands of examples,
+and for self-supervised learning.
 """
 
 from typing import NamedTuple

@@ -5,7 +5,7 @@ s += lr sqrt(t) g, v += lr sqrt(t) g^2,
 x += (1 - momentum) (x0 - s / cbrt(v) - x)
 
 Use MADGRAD for image reconstruction, for sparse problems, and for other
-problems that suit Adagrad.
+problems where Adagrad works well.
 """
 
 from typing import NamedTuple

@@ -4,8 +4,8 @@ Training, Scetbon et al. 2025 (arXiv:2502.06742).
 g is divided by the root mean squares of its rows, then of its columns,
 and this is repeated `rounds` times
 
-Use SinkGD for the hidden matrices of language models, if no state at all
-should be stored.
+Use SinkGD for the hidden matrices of language models if you do not want to
+store any optimizer state.
 """
 
 from torch import Tensor

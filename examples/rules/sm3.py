@@ -4,8 +4,9 @@
 v[i, j] = min(row[i], column[j]) + g^2, row and column store the maxima of v,
 x -= lr g / sqrt(v)
 
-Use SM3 for large embeddings; it stores almost no state. SM3 is Adagrad in
-the form SM3-II, without momentum.
+Use SM3 for large embeddings, because SM3 stores almost no state. SM3 is an
+approximation of Adagrad. This file contains the form SM3-II, without
+momentum.
 """
 
 from typing import NamedTuple

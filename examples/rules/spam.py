@@ -4,7 +4,7 @@ Huang et al. 2025 (arXiv:2501.06842).
 g = sign(g) sqrt(theta v) where g^2 > theta v, then Adam,
 restarted at every `every`-th step
 
-Use SPAM for language models whose loss has spikes. SPAM clips single
+Use SPAM for language models if the loss has spikes. SPAM clips single
 elements that spike, restarts Adam regularly, and warms up for `warm` steps
 after each restart.
 """

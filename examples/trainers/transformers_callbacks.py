@@ -7,6 +7,8 @@ GPT-2.
 """
 
 import argparse
+
+# [start:imports]
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from optimi_func import (
     ScheduleFreeAdamW,
     prepare_for_gradient_release,
 )
+# [end:imports]
 
 STEPS = 20
 

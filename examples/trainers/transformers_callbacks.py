@@ -6,9 +6,8 @@ Schedule-Free run save the average, which is what to evaluate. Both are shown on
 GPT-2.
 """
 
-import argparse
-
 # [start:imports]
+import argparse
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from optimi_func import (
     ScheduleFreeAdamW,
     prepare_for_gradient_release,
 )
+
 # [end:imports]
 
 STEPS = 20

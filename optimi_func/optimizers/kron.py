@@ -31,8 +31,8 @@ class Kron(Body, name="kron"):
     along dimension i, and z is random and normal. Because a fit is expensive, only a
     fraction of the steps includes one. At step t this fraction is max(precond_update_prob,
     exp((f + 1 - t) / 2f)), with f = precond_flat_start. Steps with a fit are spread evenly.
-    A pure step cannot read its step count if it is traced or vmapped or runs on an
-    accelerator; it then includes a fit in every step.
+    When a pure step is traced, vmapped or run on an accelerator, it cannot read its step
+    count. In that case it does the fit in every step.
 
     Args:
         momentum: Fraction of m that a step keeps, in [0, 1).

@@ -33,8 +33,8 @@ class LAMB(Moments, name="lamb"):
     of examples. With lr = 1e-3 each tensor changes by a thousandth of its norm. Weight
     decay changes the direction of the step, but not its length.
 
-    v is stored in float32 (float64 for float64 parameters) in every storage mode, because a
-    bfloat16 value cannot represent a change by a thousandth.
+    v is stored in float32 (float64 for float64 parameters) in every storage mode, because
+    bfloat16 is too coarse to represent a relative change of 0.1 %.
 
     If a tensor is sharded, LAMB uses the norm of the complete tensor. Biases and the gains
     of norm layers are usually updated by AdamW, as in the authors' code, apex and timm:

@@ -135,9 +135,9 @@ class ScheduleFreeSGD(ScheduleFreeOptimizer, name="schedule_free_sgd"):
     t has the weight t^r * max(lr_1, ..., lr_t)^weight_lr_power. Its share c in the average
     is this weight divided by the sum of all weights so far.
 
-    Call the optimizer's `train()` and `eval()` where you call those of the model. In eval
-    mode the parameters hold the average x, and a step raises an error. lr needs a warmup,
-    but no other schedule.
+    Wherever you call `model.train()` or `model.eval()`, also call the same method of the
+    optimizer. In eval mode the parameters hold the average x, and a step raises an error.
+    lr needs a warmup, but no other schedule.
 
     Args:
         lr: Learning rate, usually ten times that of SGD with momentum 0.9.
@@ -212,9 +212,9 @@ class ScheduleFreeAdamW(Squares, name="schedule_free_adamw"):
     = v / (1 - b2^t). Step t has the weight t^r * max(lr_1, ..., lr_t)^weight_lr_power. Its
     share c in the average is this weight divided by the sum of all weights so far.
 
-    Call the optimizer's `train()` and `eval()` where you call those of the model. In eval
-    mode the parameters hold the average x, and a step raises an error. lr needs a warmup,
-    but no other schedule.
+    Wherever you call `model.train()` or `model.eval()`, also call the same method of the
+    optimizer. In eval mode the parameters hold the average x, and a step raises an error.
+    lr needs a warmup, but no other schedule.
 
     Args:
         lr: Learning rate, usually larger than AdamW's.
@@ -252,9 +252,9 @@ class ScheduleFreeRAdam(Squares, name="schedule_free_radam"):
     Everything else is the same as in `ScheduleFreeAdamW`. With silent_sgd_phase=False,
     steps with rho <= 4 are steps of SGD: z <- z - lr * (g + weight_decay * y).
 
-    Call the optimizer's `train()` and `eval()` where you call those of the model. In eval
-    mode the parameters hold the average x, and a step raises an error. lr needs neither a
-    warmup nor another schedule.
+    Wherever you call `model.train()` or `model.eval()`, also call the same method of the
+    optimizer. In eval mode the parameters hold the average x, and a step raises an error.
+    lr needs neither a warmup nor another schedule.
 
     Args:
         lr: Learning rate, usually larger than RAdam's.

@@ -265,6 +265,8 @@ class Rule:
 
     def __post_init__(self) -> None:
         """Raise for parts that do not go together."""
+        # Stored before any trace: torch.compile would trace again if it were stored later.
+        _ = self.draws
         if self.whole is not None and self.means is not None:
             raise ValueError(f"{self.name}: whole does not go with means")
         if self.measure is not None and (self.whole is not None or self.join is not None):

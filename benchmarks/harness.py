@@ -283,15 +283,26 @@ def machine(file: str, config: Options) -> Found:
     return {
         "device": device,
         "name": device_name(device),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "instructions": instructions(),
         "threads": config.threads,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": commit(),
         "command": shlex.join(["python", f"benchmarks/{Path(file).name}", *given]),
-        "environment": {k: v for k, v in os.environ.items() if k.startswith("OMP_")},
+        "environment": {
+            k: v
+            for k, v in os.environ.items()
+            if k.startswith("OMP_") or k == "ATEN_CPU_CAPABILITY"
+        },
     }
+
+
+def instructions() -> str:
+    """Return the vector instructions that torch uses on this CPU."""
+    found = torch.backends.cpu.get_cpu_capability()
+    bfloat16 = found == "AVX512" and torch.cpu.get_capabilities()["avx512_bf16"]
+    return f"{found} with bfloat16" if bfloat16 else found
 
 
 def device_name(device: str) -> str:

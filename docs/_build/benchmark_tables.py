@@ -76,27 +76,32 @@ SHAPES = {
 }
 
 
-def of_steps(columns: Sequence[tuple[str, str, str]]) -> str:
+def of_steps(columns: Sequence[tuple[str, str, str]], folder: Path = RESULTS) -> str:
     """Columns of a dtype, a way and a title, a row for each set of shapes."""
-    found = load(RESULTS / "step_time.json")
+    found = load(folder / "step_time.json")
     rows: Rows = [["", *(title for *_, title in columns)]]
-    for key, title in SHAPES.items():
+    for key in filter(found["steps"].__contains__, SHAPES):
         cells = found["steps"][key]
-        rows.append([title, *(ratio(cells[d].get(who)) for d, who, _ in columns)])
+        rows.append([SHAPES[key], *(ratio(cells[d].get(who)) for d, who, _ in columns)])
     return table(rows, source(found))
 
 
-def steps() -> str:
-    """The step on seven sets of shapes."""
+def steps(folder: Path = RESULTS) -> str:
+    """The step on the sets of shapes that were measured."""
     dtypes = ("float32", "bfloat16", "bfloat16 + Kahan")
-    return of_steps([(dtype, "optimi_func", dtype) for dtype in dtypes])
+    return of_steps([(dtype, "optimi_func", dtype) for dtype in dtypes], folder)
+
+
+def steps_avx2() -> str:
+    """The step without the vector instructions that only newer CPUs have."""
+    return steps(RESULTS / "avx2")
 
 
 def uncompiled() -> str:
     """Steps that need no compiler, and optimi's."""
     ways = [
         ("float32", "compile=False", "`compile=False`"),
-        ("float32", "torch for-loop", "torch for-loop, its default"),
+        ("float32", "torch for-loop", "torch for-loop (torch's default)"),
         ("float32", "torch foreach", "torch foreach"),
         ("float32", "optimi", "optimi 0.3.3"),
     ]
@@ -124,7 +129,7 @@ def large() -> str:
 def rules() -> str:
     """Other rules, a byte."""
     found = load(RESULTS / "rules_per_byte.json")
-    rows: Rows = [["rule", "bytes per parameter", "time per byte, of AdamW's"]]
+    rows: Rows = [["rule", "bytes per parameter", "time per byte / AdamW's"]]
     for name, cell in found["rules"].items():
         rows.append([name, str(cell["bytes per parameter"]), ratio(cell)])
     return table(rows, source(found))
@@ -156,7 +161,7 @@ def eager_classes() -> str:
 def host_cost() -> str:
     """The host's time with few small tensors."""
     found = [load(x / "host_cost.json") for x in (ONE_THREAD, RESULTS)]
-    rows: Rows = [["tensors of 64 elements", *KINDS.values()]]
+    rows: Rows = [["optimizer, threads: number of tensors", *KINDS.values()]]
     for rule in found[0]["host cost"]:
         for x in found:
             threads = x["machine"]["threads"]
@@ -169,7 +174,7 @@ def host_cost() -> str:
 def peers() -> str:
     """Each rule beside another package's."""
     found = load(ONE_THREAD / "peers.json")
-    rows: Rows = [["rule", "beside", "shapes", "of their time"]]
+    rows: Rows = [["optimizer", "other package", "shapes", "our time / theirs"]]
     for name, cell in found["peers"].items():
         rule, package, shapes = name.split(", ")
         if rule == "AdamW":
@@ -184,7 +189,7 @@ def peers() -> str:
 def turns() -> str:
     """Steps that are never the same."""
     found = load(ONE_THREAD / "turns.json")
-    rows: Rows = [["", "of torch's for-loop", "of torch's fused"]]
+    rows: Rows = [["", "our time / for-loop", "our time / fused"]]
     for name, cell in found["turns"].items():
         rows.append([name, ratio(cell[LOOP]), ratio(cell.get("torch fused"))])
     return table(rows, source(found))
@@ -210,7 +215,7 @@ def release() -> str:
         "recipe, fused": "the recipe with `fused=True`",
         "release": "gradient release",
     }
-    rows: Rows = [["", "peak share", *(f"time, {batch}" for batch in found["time"])]]
+    rows: Rows = [["", "peak memory", *(f"time, {batch}" for batch in found["time"])]]
     for name, title in names.items():
         times = [ratio(cells[name]) for cells in found["time"].values()]
         rows.append([title, f"{found['peak'][name]['share']:.2f}", *times])
@@ -231,9 +236,8 @@ def accumulation() -> str:
     for name, cells in found["cells"].items():
         if ": optimi" not in name:
             errors = [cells[x]["error"] for x in policies]
-            rows.append(
-                [name, *("refused" if e is None else f"{100 * e:.2g} %" for e in errors)]
-            )
+            shown = ("not supported" if e is None else f"{100 * e:.2g} %" for e in errors)
+            rows.append([name, *shown])
     return table(rows, source(found))
 
 
@@ -288,7 +292,7 @@ def storage_largest() -> str:
 def storage() -> str:
     """Time and bytes of each way to keep a parameter."""
     found = load(RESULTS / "storage.json")
-    rows: Rows = [["", "time, of float32's", "bytes kept", "with gradient"]]
+    rows: Rows = [["", "time / float32's", "bytes per parameter", "with gradient"]]
     for name, cell in found["bytes"].items():
         kept = [f"{cell[k]:.3f}" for k in ("kept", "with gradients")]
         rows.append([name, ratio(found["time"][name]), *kept])
@@ -309,7 +313,8 @@ def plan() -> str:
 def plan_llama() -> str:
     """Tabulate the best recipe of each Llama on each machine."""
     found = load(DATA / "plan_llama.json")
-    heads = ["Llama", "on", "best recipe that fits", "peak", "float32", "smallest"]
+    heads = ["Llama", "GPUs", "best recipe that fits", "its peak"]
+    heads += ["float32 peak", "smallest peak"]
     rows: Rows = [heads]
     for model, machines in found["plans"].items():
         for machine, recipes in machines.items():
@@ -426,7 +431,7 @@ def headline() -> str:
 def lbfgs() -> str:
     """Tabulate the time of a thousand fits."""
     found = load(ONE_THREAD / "lbfgs.json")
-    rows: Rows = [["1000 fits", "s", "ratio (quartiles)"]]
+    rows: Rows = [["1000 fits", "seconds", "ratio (quartiles)"]]
     for name, cell in found["fits"].items():
         rows.append([name, f"{cell['seconds']:.3f}", ratio(cell)])
     return table(rows, source(found))
@@ -505,7 +510,7 @@ def which_loss() -> str:
 
 def which_cost() -> str:
     """Tabulate the best lr, the bytes and the time of a step in "language"."""
-    rows: Rows = [["", "best lr", "bytes per parameter", "time of a step, of AdamW's"]]
+    rows: Rows = [["", "best lr", "bytes per parameter", "time of a step / AdamW's"]]
     for name in contenders():
         own = cells(name)["language"]
         step, _ = times_of(own)
@@ -541,6 +546,7 @@ def tables() -> dict[str, str]:
     """Every table by its name in a page."""
     made = [
         steps,
+        steps_avx2,
         uncompiled,
         uncompiled_kahan,
         large,

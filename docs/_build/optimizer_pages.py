@@ -309,8 +309,8 @@ def facts(name: str) -> list[str]:
     if rule.accumulate is None:
         found.append(
             '[Gradient release](../release.md) with `accumulation="states"` raises an '
-            "error, because the state cannot be computed from the gradients of single "
-            'micro-batches. Use `accumulation="buffer"` instead.'
+            "error, because the new state cannot be computed from the gradient of one "
+            'micro-batch at a time. Use `accumulation="buffer"` instead.'
         )
     return found
 
@@ -331,7 +331,8 @@ def page(name: str) -> str:
         f"**{cell(summary)}**",
         "## Programs",
         shown(
-            "Use the class like any other torch optimizer (this program prints its state)",
+            "Use the class like any other torch optimizer (the program prints the shapes "
+            "of the state tensors)",
             program,
             printed(name, program),
         ),
@@ -343,14 +344,14 @@ def page(name: str) -> str:
         "## Hyperparameters",
         note.text["Usual hyperparameters"],
         arguments(name, note, documented),
-        "All optimizers also share [some options]"
+        "All optimizer classes also have [some options in common]"
         "(../reference/optimizers.md#optimi_func.optimizers.BaseOptimizer), such as "
         "`compile`, `storage` and `cautious_decay`.",
         "## State",
         f"For each parameter, {documented.title} stores {note.state}. The table shows "
         f"the bytes per element for a {SIDE} x {SIDE} matrix. The last column of the table "
-        "includes the gradient, which [gradient release](../release.md) frees during the "
-        "backward pass.",
+        "also includes the gradient, which [gradient release](../release.md) frees during "
+        "the backward pass.",
         memory(name, note),
         "\n".join(f"- {fact}" for fact in facts(name)),
         "## Coming from elsewhere",
@@ -370,10 +371,11 @@ def index() -> str:
     rows = [
         "# Optimizers",
         "",
-        "Every optimizer is available as a class, which is used like the classes of "
-        "torch.optim, and as a pure function. The page of an optimizer shows programs to "
-        "copy, the formula of the update, typical hyperparameters and the bytes of its "
-        "state. [Choose an optimizer](../choose.md) helps you decide which one to use.",
+        "Every optimizer is available as a class, which you use like the classes of "
+        "torch.optim, and as a pure function. The page of each optimizer shows programs to "
+        "copy, the formula of the update, typical hyperparameters and the size of the "
+        "state. [Choose an optimizer](../choose.md) helps you decide which optimizer to "
+        "use.",
         "",
         "```python",
         INDEX_PROGRAM + "```",
@@ -384,7 +386,7 @@ def index() -> str:
         "",
         "The last two columns show the bytes of state per parameter, first for float32 "
         "parameters and then for bfloat16 parameters with the default storage mode. The "
-        "bfloat16 figure includes 2 bytes for the Kahan compensation.",
+        "bytes for bfloat16 parameters include 2 bytes for the Kahan compensation.",
         "",
         "| class | pure function | what it does | float32 | bfloat16 |",
         "|---|---|---|---|---|",
@@ -410,19 +412,20 @@ def index() -> str:
     keys = """
 ## Names in the state
 
-Moments have the same names as in torch.optim if torch.optim contains the optimizer, and
-are stored without bias correction. State dicts therefore load in both directions. 16-bit
-parameters also have the key `kahan_comp`, unless Kahan summation is off.
+If torch.optim contains the same optimizer, the moments have the same names as in
+torch.optim. Moments are stored without bias correction. State dicts from torch.optim can
+therefore be loaded into the classes of this package, and the other way round. The state of
+a 16-bit parameter also has the key `kahan_comp`, unless Kahan summation is off.
 """
     shapes = """
 - In Adafactor's state, `row_var` has the shape (..., rows, 1) and `col_var` the shape
-  (..., 1, columns). `variance` has the shape of the parameter if that is a vector. Tensors
-  that a parameter does not need are empty.
+  (..., 1, columns). If the parameter is a vector, `variance` has the parameter's shape.
+  Tensors that a parameter does not need are empty.
 - NorMuon's `second_momentum_buffer` has the shape (..., rows, 1).
 - SOAP stores `exp_avg` and `exp_avg_sq` in the coordinates of its bases.
-- A centered RMSprop stores both of its means in float32 or wider. SOAP and Shampoo store
-  all of their state in float32 or wider.
-- In eval mode, the schedule-free classes also store `train_param`, the trained weights.
+- RMSprop with `centered=True` stores both of its means in float32 or wider. SOAP and
+  Shampoo store all of their state in float32 or wider.
+- In eval mode, the schedule-free classes also store the trained weights as `train_param`.
 """
     return "\n".join([*rows, "", note, keys, entries(names()), shapes.lstrip("\n")])
 
@@ -485,12 +488,12 @@ def entry(name: str) -> str:
     usual = (*value.rule.state._fields, *value.rule.running._fields)
     more = sorted(value.entry_fields.difference(usual))
     found = coded(usual) or "none"
-    return f"{found}; with options {coded(more)}" if more else found
+    return f"{found}; some options add {coded(more)}" if more else found
 
 
 def entries(order: list[str]) -> str:
     """Return the table of the names in the state."""
-    rows = ["| optimizer | keys of `optimizer.state[p]`, without `step` |", "|---|---|"]
+    rows = ["| optimizer | keys of `optimizer.state[p]`, except `step` |", "|---|---|"]
     for keys, same in grouped_rows(order, entry).items():
         titles = ", ".join([class_of(name).__name__ for name in same])
         rows.append(f"| {titles} | {keys} |")

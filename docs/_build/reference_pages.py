@@ -191,8 +191,9 @@ def classes() -> str:
     base = "BaseOptimizer"
     parts = [
         "# Classes",
-        "These are `torch.optim.Optimizer`s; import them from `optimi_func`. The arguments "
-        f"and methods that all of them have are described under [`{base}`]"
+        "The optimizer classes on this page are subclasses of `torch.optim.Optimizer`. "
+        "Import them from `optimi_func`. The arguments and methods that all optimizer "
+        f"classes have in common are described under [`{base}`]"
         f"(#optimi_func.optimizers.{base}), at the end of the page.",
         *(
             entry(f"optimi_func.{x}", [])
@@ -216,15 +217,15 @@ def pure() -> str:
     parts = [
         "# Pure functions",
         entry(module),
-        "The next three entries describe them for AdamW. `help(lion_step)` prints the same "
-        "text for Lion.",
+        "The next three entries describe the pure functions for AdamW. `help(lion_step)` "
+        "prints the same description for Lion.",
         *(entry(f"{module}.{name}", []) for name in ("adamw", "adamw_init", "adamw_step")),
         entry(f"{module}.FunctionalOptimizer", ["init", "step", "eval_params", "numbers"]),
         entry("optimi_func.TreeState"),
         entry("optimi_func.LeafState", []),
         "## All optimizers",
-        "The formula and the meaning of the hyperparameters are on the page of each "
-        "[optimizer](../optimizers/index.md).",
+        "The page of each [optimizer](../optimizers/index.md) shows the formula of the "
+        "update and the meaning of the hyperparameters.",
     ]
     for name in optimizer_pages.names():
         if name == "adamw":
@@ -252,8 +253,10 @@ def compiled_steps() -> str:
         entry(f"{module}.step"),
         entry(f"{module}.step_"),
         "## By optimizer",
-        "`*_step` returns new parameters and a new state; `*_step_` writes into those that "
-        "it is given. They are described once, with AdamW as the example.",
+        "Functions whose name ends in `_step` return new parameters and a new state. "
+        "Functions whose name ends in `_step_` write into the parameters and the state "
+        "that you pass. The next two entries describe both functions for AdamW; the "
+        "functions of the other optimizers work in the same way.",
         entry(f"{module}.adamw_step", level=3),
         entry(f"{module}.adamw_step_", level=3),
     ]

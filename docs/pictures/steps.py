@@ -28,7 +28,7 @@ def draw(folder=HERE) -> None:
     """A row a set of shapes, a mark a way."""
     found = json.loads(RESULTS.read_text())
     figure, (axes,) = chart(
-        "In float32 the compiled step takes less time than torch's fused one",
+        "The compiled step takes less time than torch's fused step",
         "python benchmarks/step_time.py: AdamW, each beside torch.optim.AdamW(fused=True) "
         f"in the same dtype; medians.\n{machine(found['machine'])}",
         9.5,

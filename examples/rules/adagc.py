@@ -6,8 +6,8 @@ with one r for each tensor
 
 Use AdaGC for pretraining if the loss has spikes. AdaGC clips the gradient
 of each tensor relative to a running mean of the gradient's norm. During the
-first `warm` steps, AdaGC clips relative to the norm of all gradients, which
-you pass as `optimizer.step(total=norm)`.
+first `warm` steps, AdaGC instead clips relative to the norm of all
+gradients together. Pass this norm as `optimizer.step(total=norm)`.
 """
 
 from typing import NamedTuple

@@ -4,9 +4,10 @@ Yao et al. 2020 (arXiv:2006.00719).
 v = b2 v + (1 - b2) h^2, x -= lr m / sqrt(v)^power
 
 Use AdaHessian for problems where a second backward pass pays off. Your
-program passes `hessian` to AdaHessian: the elementwise product of random
-signs z and the vector Hz, where H is the Hessian, averaged over the
-elements of each convolution kernel.
+program has to pass an estimate of the Hessian's diagonal to the optimizer
+as `hessian`. The estimate is z * Hz, where H is the Hessian and z contains
+random signs. For convolutions, average the estimate over the elements of
+each kernel.
 """
 
 from typing import NamedTuple

@@ -5,8 +5,8 @@ d = m / sqrt(v), without its part along x if g is almost orthogonal to x,
 x -= lr d
 
 Use AdamP for networks with normalization layers, where weights keep growing
-under Adam. AdamP removes the part of a step that only changes the norm of a
-weight.
+under Adam. AdamP removes the component of each update that would only
+change the norm of the weight.
 """
 
 from typing import NamedTuple

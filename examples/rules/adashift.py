@@ -4,8 +4,9 @@ Methods, Zhou et al. 2018 (arXiv:1810.00143).
 v = b v + (1 - b) g[t - n]^2,
 x -= lr mean(g[t - n + 1], ..., g[t]) / sqrt(v)
 
-Use AdaShift for problems on which Adam does not converge. AdaShift divides
-each gradient by a second moment that contains only older gradients.
+Use AdaShift for problems on which Adam does not converge. AdaShift
+normalizes each gradient with a second moment that contains only older
+gradients.
 """
 
 from typing import NamedTuple

@@ -3,8 +3,8 @@
 
 v[i] = b[i] v[i] + g, x -= lr mean(v)
 
-Use AggMo if momentum near 1 causes oscillations. AggMo averages several
-momentum buffers, usually with betas of 0, 0.9, 0.99 and perhaps 0.999.
+Use AggMo if a momentum near 1 causes oscillations. AggMo averages several
+momentum buffers that have different betas, usually 0, 0.9 and 0.99.
 """
 
 from typing import NamedTuple

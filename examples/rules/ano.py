@@ -4,8 +4,8 @@
 x -= lr |g| sign(m) / sqrt(v), v += (1 - b2) sign(g^2 - v) g^2
 
 Use Ano for noisy gradients, as in reinforcement learning. In Ano, the
-momentum decides the direction of a step, and the current gradient decides
-its size.
+momentum determines the direction of a step, and the current gradient
+determines the size of the step.
 """
 
 from typing import NamedTuple

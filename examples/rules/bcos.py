@@ -5,7 +5,7 @@ x -= lr m / sqrt(v), v = (3 b^2 - 2 b^3) o^2 + (1 - b)^2 g (g + 2 b o),
 where o is the previous m
 
 Use BCOS if you want results like Adam's but have memory for only one
-moment. BCOS estimates the second moment from the first.
+moment. BCOS estimates the second moment from the first moment.
 """
 
 from typing import NamedTuple

@@ -5,7 +5,7 @@ x = x0 - total (L + reward) / (L max(G + L, alpha L)), L = max |g|,
 G = sum |g|
 
 Use COCOB to train without tuning a learning rate. With lr = 1, COCOB takes
-the steps of the paper; other values of lr scale the steps.
+the same steps as in the paper. Other values of lr scale these steps.
 """
 
 from typing import NamedTuple

@@ -4,8 +4,8 @@
 s += lr d g, d = max(d, (|s|^2 - sum (lr d |g|)^2) / (2 |s|)), x -= lr d g
 
 Use D-Adaptation to train without tuning a learning rate. D-Adaptation
-estimates the distance d to a solution. Set lr to 1 divided by the norm of
-the first gradient.
+estimates d, the distance from the initial parameters to a solution. Set lr
+to 1 divided by the norm of the first gradient.
 """
 
 from typing import NamedTuple

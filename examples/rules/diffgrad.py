@@ -4,7 +4,7 @@ Dubey et al. 2019 (arXiv:1909.11015).
 x -= lr sigmoid(|g - last g|) m / sqrt(v)
 
 Use diffGrad for image networks. diffGrad is Adam with smaller steps for
-elements with a gradient that hardly changes.
+elements whose gradient hardly changes from one step to the next.
 """
 
 from typing import NamedTuple

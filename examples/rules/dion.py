@@ -5,8 +5,8 @@ B = m + g, P = orth(B Q), R = B^T P, m = B - (1 - mu) P R^T, Q = R / |R_j|,
 x -= lr sqrt(rows / columns) P Q^T
 
 Use Dion instead of Muon if a low-rank update is enough. Dion orthogonalizes
-`rank` columns by a QR decomposition, and the rest of the update remains in
-the momentum for later steps.
+only `rank` columns with a QR decomposition. The rest of the update remains
+in the momentum and is applied in later steps.
 """
 
 from typing import Any, NamedTuple

@@ -3,8 +3,9 @@ Method, Khaled et al. 2023 (arXiv:2305.16284).
 
 far = max |x - x0|, v += far^2 |g|^2, x -= lr far^2 / sqrt(v) g
 
-Use DoWG for finetuning with lr = 1. DoWG is like DoG, but less
-conservative. DoWG computes each step from norms up to the previous step.
+Use DoWG for finetuning with lr = 1. DoWG is similar to DoG, but less
+conservative. DoWG computes the size of each step from norms that were
+measured up to the previous step.
 """
 
 from typing import NamedTuple

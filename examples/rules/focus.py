@@ -5,7 +5,8 @@ c = b2 c + (1 - b2) x,
 x -= lr (sign(m) + gamma sign(x - c) + weight_decay c)
 
 Use FOCUS for language models if the loss has sharp valleys. FOCUS is Lion
-with a pull towards a running mean of the weights.
+with an additional term that pulls each weight towards a running mean of the
+weight.
 """
 
 from typing import NamedTuple

@@ -3,8 +3,9 @@ Learning, Bernstein et al. 2020 (arXiv:2002.03432).
 
 x = (x - lr |x| / |g| g) / sqrt(1 + lr^2)
 
-Use Fromage to train GANs, image models and transformers with a single lr
-near 0.01. Fromage does not change the norm of a weight.
+Use Fromage to train GANs, image models and transformers with a single
+learning rate near 0.01. The division by sqrt(1 + lr^2) keeps the norm of a
+weight from growing.
 """
 
 from torch import Tensor

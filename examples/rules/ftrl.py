@@ -3,9 +3,9 @@
 n += g^2, z += lr g - (sqrt(n) - sqrt(last n)) x,
 x = -shrink(z, lr l1) / (beta + sqrt(n))
 
-Use FTRL for sparse linear models. The paper calls FTRL "FTRL-Proximal".
-Initialize the weights to 0, because the rule pulls them towards their
-initial values.
+Use FTRL for sparse linear models. The paper calls this rule
+"FTRL-Proximal". Initialize the weights to 0, because FTRL pulls the weights
+towards their initial values.
 """
 
 from typing import NamedTuple

@@ -40,7 +40,7 @@ class GaLore(Optimizer):
     def whole(self, d: Tensor, s: State, t: float):
         (b1, b2), basis = self.betas, s.basis
         if (due := (t - 1) % self.gap == 0) is not False:
-            # If t is a tensor, all steps decompose x; few use the result.
+            # If t is a tensor, every step runs the SVD, but few use it.
             x = where(due, d, s.basis @ s.exp_avg)
             u, _, _ = torch.linalg.svd(x, full_matrices=False)
             basis = where(due, u[:, : self.rank], basis)

@@ -3,8 +3,9 @@
 
 x -= lr |m| / sqrt(v) sign(g)
 
-Use Grams if steps should always have the sign of the gradient and the size
-of Adam's steps. The option `cautious=True` of other optimizers is related.
+Use Grams if each element of a step should have the size of Adam's step, but
+a sign that is determined by the current gradient. Grams is related to the
+option `cautious=True` of other optimizers.
 """
 
 from typing import NamedTuple

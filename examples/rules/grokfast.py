@@ -5,8 +5,8 @@ h = alpha h + (1 - alpha) g, beginning with h = g,
 then Adam with the gradient g + amplify h
 
 Use Grokfast for small algorithmic data sets on which the validation loss
-falls long after the training loss. Grokfast amplifies the slow part of the
-gradient.
+falls long after the training loss. Grokfast amplifies the slowly changing
+component of the gradient.
 """
 
 from typing import NamedTuple

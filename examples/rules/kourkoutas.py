@@ -5,8 +5,9 @@ r = a r + (1 - a) |g|, s = |g| / (|g| + r), b2 = high - (high - low) s,
 x -= lr m / sqrt(v)
 
 Use Kourkoutas-Beta for physics-informed networks and other models with
-spiky gradients. In Kourkoutas-Beta, beta2 is lower while a gradient spikes.
-Each tensor counts as a layer.
+spiky gradients. Kourkoutas-Beta lowers beta2 while a gradient spikes. In
+this file, each tensor has its own beta2; in the paper, each layer has its
+own beta2.
 """
 
 from typing import NamedTuple

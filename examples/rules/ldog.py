@@ -1,10 +1,10 @@
-"""LDoG, of DoG is SGD's Best Friend: A Parameter-Free Dynamic Step Size
+"""LDoG, from DoG is SGD's Best Friend: A Parameter-Free Dynamic Step Size
 Schedule, Ivgi et al. 2023 (arXiv:2302.12022).
 
 x -= lr max |x - x0| / sqrt(sum |g|^2) g, with separate norms for each tensor
 
-Use LDoG for finetuning with lr = 1, if DoG is too slow for some layers.
-LDoG is DoG with a separate step size for each tensor.
+Use LDoG for finetuning with lr = 1 if DoG is too slow for some layers. LDoG
+is DoG with a separate step size for each tensor.
 """
 
 from typing import NamedTuple

@@ -4,7 +4,7 @@ Models, Yuan et al. 2024 (arXiv:2411.10438).
 c = clip(g + gamma b1 / (1 - b1) (g - last)), then Adam with c
 
 Use MARS to pretrain language models. This file contains the variant of MARS
-that needs only one gradient for each step.
+that needs only one gradient per step.
 """
 
 from typing import NamedTuple

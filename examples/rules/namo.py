@@ -4,8 +4,8 @@ Momentum, Zhang et al. 2026 (arXiv:2602.17080).
 v = b2 v + (1 - b2) |g|^2, x -= lr a (polar(m) + weight_decay x),
 a = |m| / sqrt(v)
 
-Use NAMO instead of Muon if you want an adaptive step size. NAMO's step for
-a matrix is small if the gradients of the matrix are mostly noise.
+Use NAMO instead of Muon if you want an adaptive step size. NAMO takes small
+steps for a matrix if the gradients of the matrix are mostly noise.
 """
 
 from typing import NamedTuple

@@ -4,7 +4,8 @@
 m = b m + (1 - b) g, x -= lr m / |m|
 
 Use NSGDM for gradients with heavy-tailed noise, and for differentially
-private training. In NSGDM, the step of each tensor has the length lr.
+private training. In NSGDM, the step of each tensor has a Euclidean norm of
+lr.
 """
 
 from typing import NamedTuple

@@ -3,8 +3,8 @@ Deep Neural Networks, Chen et al. 2018 (arXiv:1806.06763).
 
 v = max(v, b2 u + (1 - b2) g^2), x -= lr m / v^power
 
-Use Padam for image networks. Padam interpolates between AMSGrad (power = 1/2)
-and SGD with momentum (power = 0).
+Use Padam for image networks. Padam interpolates between AMSGrad (power =
+1/2) and SGD with momentum (power = 0).
 """
 
 from typing import NamedTuple

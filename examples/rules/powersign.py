@@ -4,8 +4,8 @@
 x -= lr exp(sign(g) sign(m)) g
 
 Use PowerSign if steps should be larger where the gradient and the momentum
-have the same sign. PowerSign was found by an automated search, and so was
-Lion later.
+have the same sign. PowerSign was found by an automated search, as Lion was
+later.
 """
 
 from typing import NamedTuple

@@ -3,8 +3,9 @@
 
 x -= lr ((1 - n1) g + n1 m) / sqrt((1 - n2) g^2 + n2 v)
 
-Use QHAdam to tune between SGD, Adam and NAdam with one rule. Begin with an
-n1 from 0.7 to 0.995, and with a b1 nearer to 1 than Adam's.
+Use QHAdam if you want to tune a single rule that interpolates between SGD,
+Adam and NAdam. Begin with a value of n1 (`nus[0]`) from 0.7 to 0.995, and
+with a b1 (`betas[0]`) that is nearer to 1 than Adam's b1.
 """
 
 from typing import NamedTuple

@@ -3,8 +3,9 @@
 
 m = b m + (1 - b) g, x -= lr ((1 - nu) g + nu m)
 
-Use QHM to tune between SGD, momentum and Nesterov's momentum (nu = b) with
-one rule. Begin with nu = 0.7 and b = 0.999.
+Use QHM if you want to tune a single rule that interpolates between SGD,
+momentum and Nesterov's momentum (nu = b). Begin with nu = 0.7 and b =
+0.999.
 """
 
 from typing import NamedTuple

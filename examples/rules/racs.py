@@ -6,7 +6,7 @@ r = b r + (1 - b) mean_j(g^2), c = b c + (1 - b) mean_i(g^2),
 x -= lr alpha g / sqrt(r c)
 
 Use RACS for pretraining with nearly as little memory as SGD. RACS stores
-one value for each row and each column.
+one value for each row and one value for each column.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""SGDP, of AdamP: Slowing Down the Slowdown for Momentum Optimizers on
+"""SGDP, from AdamP: Slowing Down the Slowdown for Momentum Optimizers on
 Scale-invariant Weights, Heo et al. 2020 (arXiv:2006.08217).
 
 m = b m + g, without its part along x if g is almost orthogonal to x,

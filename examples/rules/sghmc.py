@@ -4,8 +4,8 @@
 v = (1 - friction) v - lr g + sqrt(2 friction lr temperature) z, x += v,
 with normal z
 
-Use SGHMC to sample from a posterior. SGHMC's samples are less correlated
-than SGLD's. Keep lr constant.
+Use SGHMC to sample from a posterior. The samples of SGHMC are less
+correlated than the samples of SGLD. Keep lr constant.
 """
 
 from typing import NamedTuple

@@ -4,8 +4,7 @@ Teh (ICML 2011).
 x -= lr g + sqrt(2 lr temperature) z, with normal z
 
 Use SGLD to sample from a posterior, for example to estimate uncertainty.
-With SGLD, the loss has to be the sum over all data, not the mean over a
-batch.
+The loss has to be the sum over all data, not the mean over a batch.
 """
 
 import torch

@@ -4,7 +4,8 @@ SGD Variants, Morwani et al. 2025 (arXiv:2502.02431).
 m = b1 m + g, x -= lr (m + alpha g) / sqrt(v)
 
 Use Simplified AdEMAMix for large batches. Simplified AdEMAMix is AdEMAMix
-with a single momentum near 1. Use an lr of at most (1 - b1) times Adam's.
+with a single momentum near 1. Set lr to at most (1 - b1) times the learning
+rate that you would use with Adam.
 """
 
 from typing import NamedTuple

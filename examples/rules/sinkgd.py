@@ -1,8 +1,8 @@
 """Gradient Multi-Normalization for Stateless and Memory-Efficient LLM
 Training, Scetbon et al. 2025 (arXiv:2502.06742).
 
-g is divided by the root mean squares of its rows, then of its columns,
-and this is repeated `rounds` times
+g is divided by the root mean square of each row, then by the root mean
+square of each column, and both divisions are repeated `rounds` times
 
 Use SinkGD for the hidden matrices of language models if you do not want to
 store any optimizer state.

@@ -5,7 +5,7 @@ v[i, j] = min(row[i], column[j]) + g^2, row and column store the maxima of v,
 x -= lr g / sqrt(v)
 
 Use SM3 for large embeddings, because SM3 stores almost no state. SM3 is an
-approximation of Adagrad. This file contains the form SM3-II, without
+approximation of Adagrad. This file contains the variant SM3-II without
 momentum.
 """
 

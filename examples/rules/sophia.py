@@ -3,8 +3,9 @@ Pre-training, Liu et al. 2023 (arXiv:2305.14342).
 
 m = 0.96 m + 0.04 g, x -= lr clip(m / (rho h), -1, 1)
 
-Use Sophia for pretraining. Your program passes `hessian` to Sophia: the
-diagonal of the Hessian or a mean of estimates of this diagonal.
+Use Sophia for pretraining. Your program has to pass the diagonal of the
+Hessian, or a mean of estimates of this diagonal, to the optimizer as
+`hessian`.
 """
 
 from typing import NamedTuple

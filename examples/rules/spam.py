@@ -5,8 +5,8 @@ g = sign(g) sqrt(theta v) where g^2 > theta v, then Adam,
 restarted at every `every`-th step
 
 Use SPAM for language models if the loss has spikes. SPAM clips single
-elements that spike, restarts Adam regularly, and warms up for `warm` steps
-after each restart.
+elements of the gradient that spike, and restarts Adam at regular intervals.
+After each restart, the step size increases gradually for `warm` steps.
 """
 
 import math

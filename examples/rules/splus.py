@@ -4,10 +4,10 @@ Training, Frans et al. 2025 (arXiv:2506.07254).
 x -= lr 2 / (m + n) Q sign(Q^T m R) R^T,
 where Q and R are eigenvectors of E[g g^T] and E[g^T g]
 
-Use SPlus if the same lr should work for all widths. SPlus takes steps in
-the eigenbasis of Shampoo's matrices, and decomposes these matrices only
-rarely. The authors of SPlus evaluate an average of the weights. To do the
-same, use `EMA(optimizer, 0.999)`.
+Use SPlus if the same lr should work for networks of all widths. SPlus takes
+steps in the eigenbasis of Shampoo's matrices, and decomposes these matrices
+only rarely. The authors of SPlus evaluate their models with an average of
+the weights. To do the same, use `EMA(optimizer, 0.999)`.
 """
 
 from typing import NamedTuple

@@ -3,8 +3,8 @@
 
 v -= (1 - b2) sign(v - g^2) g^2, x -= lr m / sqrt(v)
 
-Use Yogi for sparse gradients, and for the server in federated learning,
-where Adam's second moment forgets too fast.
+Use Yogi if Adam's second moment forgets past gradients too fast, for
+example with sparse gradients or on the server in federated learning.
 """
 
 from typing import NamedTuple

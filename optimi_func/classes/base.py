@@ -110,54 +110,69 @@ POSITIONAL = ("kahan_sum", "foreach", "triton", "gradient_release")
 
 
 class BaseOptimizer(Fields, Checkpoints):
-    """Base class of all optimizers: `step` over param groups, state, loading, checks.
+    """Base class of all optimizers: a torch.optim.Optimizer that runs a pure optimizer.
 
-    A subclass declares its hyperparameters as fields and sets `factory`, the pure optimizer
-    that it runs. Every step reads the factory's keywords from the param group.
+    A subclass declares its hyperparameters as fields and sets `factory`, the class of the
+    pure optimizer that it runs. Every step reads the hyperparameters of the pure optimizer
+    from the param group.
 
     Args:
         params: Parameters, named parameters, or param groups.
-        defaults: Options of groups that do not set them: the subclass's and those below.
+        defaults: Options for param groups that do not set them: the hyperparameters of the
+            subclass and the options below.
 
     Every optimizer takes these options:
 
     Args:
-        lr: Learning rate, a number or a tensor of one element.
-        decouple_lr: Fully decouple weight decay from lr by multiplying it by lr / max_lr.
-        max_lr: The largest lr that will be scheduled, if that is not the lr given; for
-            decouple_lr and corrected_decay.
-        kahan_sum: Compensated summation: None for every float16 and bfloat16 parameter,
-            False for none.
-        foreach: Eager multi-tensor step, without a compiler.
-        triton: optimi's name for compile; True asks for the compiled step, None and False
-            change nothing.
-        gradient_release: Allow the step to be fused into backward, parameter by
-            parameter.
-        compile: None compiles if a toolchain is found, True raises if none is, False runs
-            eagerly.
+        lr: Learning rate: a number, or a tensor with one element.
+        decouple_lr: Multiply weight decay by lr / max_lr instead of lr, so that weight
+            decay does not depend on how large the learning rate is.
+        max_lr: The largest value that lr will have in its schedule. Only decouple_lr and
+            corrected_decay use max_lr. None means the lr with which the param group is
+            created.
+        kahan_sum: False turns off Kahan summation, which stores the rounding error of each
+            float16 and bfloat16 parameter and adds it back at the next step. None turns
+            Kahan summation on.
+        foreach: Run the step with torch's multi-tensor operations (`torch._foreach_*`),
+            without a compiler.
+        triton: The name of `compile` in optimi. True requests the compiled step; None and
+            False have no effect.
+        gradient_release: Allow gradient release, which updates each parameter during the
+            backward pass.
+        compile: None compiles the step if a compiler is found, and otherwise runs the step
+            eagerly. True raises an error if no compiler is found. False always runs the
+            step eagerly.
         maximize: Maximize the objective instead of minimizing it.
-        capturable: Keep step counts and coefficients on the device, for CUDA graphs.
-        state_dtype: The moments' dtype, or its name; None takes each parameter's.
-        storage: Storage of parameters and moments instead of kahan_sum and state_dtype:
-            "compact", "exact" or `Storage(param, moments)`.
-        cautious_decay: Decay an element only if the step moves it towards 0, or not at
-            all (arXiv:2510.12402); not for decay that joins the gradient.
-        corrected_decay: Multiply weight_decay by lr^2 / max_lr, instead of lr, so that it
-            fades as the schedule does (AdamC, arXiv:2506.02285). Not with decouple_lr.
-        cautious: Move an element only if direction and gradient have the same sign, and
-            multiply its move by one over the share of such elements, at most 1000
-            (arXiv:2411.16085). Decay does not change. Rules whose direction is not
-            elementwise refuse it, as Muon and SOAP, and so do Prodigy and Schedule-Free.
-        skip_nonfinite: "step" leaves out a step, in all processes, if one has a gradient
-            with an inf or NaN; `optimizer.skipped_steps` counts. The host waits for the
-            device, unless capturable=True.
-        process_group: The processes that hold copies of plain parameters and have equal
-            gradients, as under DistributedDataParallel: each maps its share of Muon's and
-            SOAP's matrices, bit for bit. A copy (deepcopy, pickle) has none.
+        capturable: Store step counts and coefficients on the device, so that CUDA graphs
+            can capture the step.
+        state_dtype: The dtype of the moments, or the name of the dtype. None uses the dtype
+            of each parameter, except that second moments are never float16.
+        storage: How parameters and moments are stored, in place of kahan_sum and
+            state_dtype: "compact", "exact" or `Storage(param, moments)`.
+        cautious_decay: Decay an element only if the step moves it towards 0 or does not
+            move it (arXiv:2510.12402). Raises an error if weight decay is added to the
+            gradient.
+        corrected_decay: Multiply weight decay by lr^2 / max_lr instead of lr, so that
+            weight decay fades together with the schedule (AdamC, arXiv:2506.02285). Raises
+            an error together with decouple_lr.
+        cautious: Move an element only if the direction and the gradient have the same sign.
+            The moves of these elements are divided by the fraction of elements that move,
+            so that steps do not become shorter, but a move is multiplied by at most 1000
+            (arXiv:2411.16085). Weight decay does not change. Muon, SOAP and other rules
+            whose direction is not elementwise raise an error, and so do Prodigy and
+            Schedule-Free.
+        skip_nonfinite: With "step", all processes skip a step if any gradient in any
+            process contains an inf or NaN. `optimizer.skipped_steps` counts the skipped
+            steps. The host waits for the device in every step, unless capturable=True.
+        process_group: A group of processes that all have copies of the same plain
+            parameters (not DTensors) and equal gradients, as with DistributedDataParallel.
+            The matrices of Muon and SOAP are then divided among these processes, and the
+            results are bitwise the same as without process_group. A copy of the optimizer
+            (deepcopy, pickle) has no process group.
 
     Raises:
-        ValueError: A hyperparameter out of its range, or options that exclude each other.
-        TypeError: A parameter that is no dense floating or complex tensor.
+        ValueError: A hyperparameter is out of its range, or options exclude each other.
+        TypeError: A parameter is not a dense floating-point or complex tensor.
     """
 
     params: InitVar[Params]
@@ -244,11 +259,12 @@ class BaseOptimizer(Fields, Checkpoints):
         retry()
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group; options that it does not set are those of the constructor.
+        """Add a param group. Options that it does not set have the constructor's values.
 
         Raises:
-            TypeError: A parameter that is no dense floating or complex tensor.
-            ValueError: A hyperparameter out of its range; nothing is added then.
+            TypeError: A parameter is not a dense floating-point or complex tensor.
+            ValueError: A hyperparameter is out of its range. No group is added in this
+                case.
         """
         if "releases" not in self.__dict__:  # a subclass calls torch's __init__ alone
             usual = {name: x.default for name, x in self._parameters.items()}
@@ -320,29 +336,33 @@ class BaseOptimizer(Fields, Checkpoints):
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Closure | None = None, param: Tensor | None = None, **extras: object
     ) -> Any:
-        """Update every parameter that has a gradient, or one parameter.
+        """Update every parameter that has a gradient, or only one parameter.
 
-        As in torch, several threads may call this without an error; if they write to the
-        same parameter at the same time, the result is that of either.
+        As in torch, several threads may call this method at the same time without an error.
+        If two threads update the same parameter at the same time, the result is the result
+        of one of them.
 
-        torch.distributed.checkpoint makes missing state by a trial step in which every lr
-        and every gradient is 0. Within it this is `init_state`, and no step is counted.
+        To create missing state, torch.distributed.checkpoint calls this method in a trial
+        step in which every lr and every gradient is 0. In such a trial step, this method
+        only calls `init_state`, and the step is not counted.
 
         Args:
-            closure: Reevaluates the model and returns the loss; run once, with grad.
-            param: The one parameter to update, for an optimizer made with
-                `gradient_release=True`. Not together with closure.
-            **extras: What the direction of an own rule takes besides, by name: a 0-d tensor
-                for all, a dict by parameter or by its name, or a list with one for each.
+            closure: A function that evaluates the model and returns the loss. It is called
+                once, with gradients enabled.
+            param: The only parameter to update. This requires `gradient_release=True` in
+                the constructor, and excludes closure.
+            **extras: Further arguments of the `direction` of a rule of your own, by name.
+                Each is a float or a 0-d tensor for all parameters, a dict by parameter or
+                by parameter name, or a list with one tensor for each parameter.
 
         Returns:
-            The closure's loss, or None.
+            The loss that the closure returned, or None.
 
         Raises:
-            ValueError, TypeError: A gradient that does not fit its parameter, closure
-                with param, or a param without gradient release.
-            RuntimeError: A step that a CUDA graph being captured could not repeat. Nothing
-                is written if it raises.
+            ValueError, TypeError: A gradient does not fit its parameter, closure and param
+                are both given, or param is given without `gradient_release=True`.
+            RuntimeError: A CUDA graph is being captured and could not repeat this step.
+                Nothing is written if an error is raised.
         """
         self.check_train_mode("step()")
         if param is not None:
@@ -389,11 +409,11 @@ class BaseOptimizer(Fields, Checkpoints):
         return {"loss": loss}
 
     def init_state(self) -> None:
-        """Make the state of every trainable parameter that has none.
+        """Create the state of every trainable parameter that has none.
 
-        A parameter's first step does so too. Call this before loading a checkpoint into
-        existing tensors, as torch.distributed.checkpoint does. No parameter moves, and no
-        step is counted.
+        Without this call, the state of a parameter is created in its first step. Call this
+        method before you load a checkpoint into existing tensors, as
+        torch.distributed.checkpoint does. No parameter moves, and no step is counted.
         """
         made: dict[Tensor, Entry] = {}
         for group in self.param_groups:
@@ -407,12 +427,14 @@ class BaseOptimizer(Fields, Checkpoints):
     def step_params(self, params: list[Tensor]) -> None:
         """Update these parameters now, for example in a backward hook.
 
-        With `optimizer_accumulation` only their state moves. Groups are looked up at every
-        call, so that schedules, manual changes and loaded states take effect.
+        With `optimizer_accumulation`, only the state of the parameters is updated. Every
+        call reads the param groups again, so that schedules, manual changes and loaded
+        states take effect.
 
         Raises:
-            ValueError: Without `gradient_release=True`, for a parameter without a
-                gradient, or one that is in no group; nothing is written then.
+            ValueError: The optimizer was created without `gradient_release=True`, or a
+                parameter has no gradient or is in no group. Nothing is written in this
+                case.
         """
         if not self.defaults["gradient_release"]:
             raise ValueError(
@@ -540,11 +562,12 @@ class BaseOptimizer(Fields, Checkpoints):
     def zero_grad(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, set_to_none: bool = True, param: Tensor | None = None
     ) -> None:
-        """Reset the gradients of all parameters, or of one.
+        """Reset the gradients of all parameters, or of one parameter.
 
         Args:
-            set_to_none: Free them instead of filling them with zeros.
-            param: The one parameter, for a hook under gradient release.
+            set_to_none: Free the gradients instead of filling them with zeros.
+            param: The only parameter whose gradient is reset. Hooks of gradient release use
+                this argument.
         """
         if param is None:
             for release in self.releases:
@@ -592,16 +615,19 @@ class BaseOptimizer(Fields, Checkpoints):
         self._names.remember(self.param_groups)
 
     def give(self, **extras: object) -> None:
-        """Give extras to the steps to come, until others take their place.
+        """Store extras for all following steps, until the next call replaces them.
 
-        Gradient release takes no others. `step` takes its own before these. They are not
-        saved: after loading a checkpoint give them again.
+        Under gradient release, this is the only way to pass extras. Extras that are passed
+        to `step` take precedence over the stored extras. Stored extras are not saved in
+        checkpoints, so call `give` again after you load a checkpoint.
 
         Args:
-            **extras: As those of `step`, for each trainable parameter.
+            **extras: The same as for `step`, but with a value for every trainable
+                parameter.
 
         Raises:
-            TypeError, ValueError: Extras that do not fit; the former ones stay then.
+            TypeError, ValueError: An extra does not fit. The extras that were stored before
+                are unchanged in this case.
         """
         self.given = found_extras(self, extras, every=True)
 
@@ -1126,7 +1152,7 @@ class BaseOptimizer(Fields, Checkpoints):
 
 
 class Options(TypedDict, total=False):
-    """The options of every optimizer that concern how it runs and not its rule."""
+    """The options of every optimizer that concern how it runs, not its rule."""
 
     kahan_sum: bool | None
     foreach: bool | None

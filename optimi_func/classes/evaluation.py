@@ -26,25 +26,26 @@ from optimi_func.state.stored import begin
 
 
 class Evaluated(BaseOptimizer):
-    """Base class of optimizers with `train()` and `eval()`: rules with an `eval_point`."""
+    """Base class that adds `train()` and `eval()` to rules with an `eval_point` method."""
 
     @torch.no_grad()
     def eval(self) -> None:
-        """Set the parameters to those for evaluating, and publishing, the model.
+        """Set the parameters to the weights with which to evaluate or publish the model.
 
-        `train()` restores the former ones bit for bit. Until then no step can be taken. A
-        second call changes nothing. A parameter that is taken out of the groups in eval
-        mode is restored with the others.
+        `train()` restores the training weights bit for bit. In eval mode, `step` raises an
+        error, and calling `eval()` again changes nothing. A parameter that is removed from
+        the param groups in eval mode is restored together with the others.
 
-        A checkpoint may be made in either mode. In eval mode, the model's state_dict holds
-        the parameters for evaluation, and the optimizer's holds the mode and the parameters
-        of train mode. An optimizer that loads it is in eval mode too, and continues exactly
-        after `train()`.
+        You can save a checkpoint in either mode. In eval mode, the model's state_dict
+        contains the weights for evaluation, and the optimizer's state_dict contains the
+        mode and the training weights. An optimizer that loads this state_dict is in eval
+        mode too, and after `train()` training continues exactly.
 
         Raises:
-            RuntimeError: A step has taken only a part of its gradients: within an
-                accumulation cycle of gradient release, or with `optimizer_accumulation`.
-                Or inside of `EMA.applied()`, where the parameters are averages.
+            RuntimeError: The call is inside an accumulation cycle (of gradient release, or
+                with `optimizer_accumulation`), so the current step is not complete. The
+                same error is raised inside `EMA.applied()`, where the parameters are
+                averages.
         """
         groups = [group for group in self.evaluated() if group["train_mode"]]
         if groups:
@@ -72,14 +73,15 @@ class Evaluated(BaseOptimizer):
 
     @torch.no_grad()
     def train(self) -> None:
-        """Set the parameters to what they were before `eval()`, to continue training.
+        """Set the parameters back to the training weights, to continue training.
 
-        Elements that somebody has written to since then keep what was written, and their
-        average begins there; a warning names the parameters.
+        If your code has written to elements of a parameter since `eval()`, these elements
+        keep the written values, and their averages begin again at these values. A warning
+        names the parameters.
 
         Raises:
-            RuntimeError: A state that was loaded in eval mode without the parameters of
-                train mode; nothing is written then.
+            RuntimeError: The state was loaded in eval mode and does not contain the
+                training weights. Nothing is written in this case.
         """
         groups = [group for group in self.evaluated() if not group["train_mode"]]
         for group in groups:
@@ -149,7 +151,7 @@ class Evaluated(BaseOptimizer):
             )
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group in the mode of the others: see `BaseOptimizer.add_param_group`."""
+        """Add a group in the present mode: see `BaseOptimizer.add_param_group`."""
         mode = all(group["train_mode"] for group in self.evaluated())
         super().add_param_group(param_group)
         for group in self.evaluated():
@@ -159,7 +161,8 @@ class Evaluated(BaseOptimizer):
     def init_state(self) -> None:
         """Make the state of every trainable parameter that has none.
 
-        In eval mode the parameter is kept as that of train mode, as after `eval()`.
+        In eval mode, a copy of the parameter is stored as the training weights, as `eval()`
+        does.
         """
         params = [
             p

@@ -98,10 +98,10 @@ class Field(Generic[Got, Given]):
 
 
 class OneNumber(Field[Got, Given]):
-    """A number, a 0-d tensor or a schedule, in range (see `check_number`).
+    """A field for a number, a 0-d tensor or a schedule, within bounds (`check_number`).
 
-    `label` names it in errors. Values of the types in `static` are no numbers: methods may
-    branch on them, and are traced for each.
+    `label` names the hyperparameter in errors. Values whose types are in `static` are not
+    numbers. Methods may branch on such values, and are traced for each of them.
     """
 
     number = True
@@ -130,7 +130,7 @@ class OneNumber(Field[Got, Given]):
 
 
 class Float(OneNumber[Scalar, Number]):
-    """A number: see `OneNumber`."""
+    """A field for a number, a 0-d tensor or a schedule, within bounds: see `OneNumber`."""
 
 
 class FloatOrNone(OneNumber[Scalar | None, Number | None]):
@@ -171,7 +171,7 @@ class Floats(Field[Got, Given]):
 
 
 class Betas(Floats[tuple[Scalar, Scalar], tuple[Number, Number]]):
-    """Two numbers in [0, 1): how much of a moment a step keeps."""
+    """A field for two numbers in [0, 1), the fractions of moments that each step keeps."""
 
     def check_item(self, i: int, x: object, bound: bool) -> None:
         """Raise unless the i-th is in [0, 1)."""

@@ -125,9 +125,9 @@ def number_defaults(factory: Callable[..., object]) -> dict[str, object]:
     """Return the defaults of a factory's keywords that take numbers."""
     parameters = inspect.signature(factory).parameters
     # The signature names its types in words, for readers.
-    types = getattr(factory, "__dataclass_fields__", parameters)
-    flags = [k for k in parameters if getattr(types[k], "type", None) is bool]
-    choices = (*getattr(factory, "choices", ()), *flags)
+    fields = getattr(factory, "__dataclass_fields__", {})
+    flags = {k for k, x in fields.items() if x.type is bool}
+    choices = flags.union(getattr(factory, "choices", ()))
     return {k: x.default for k, x in parameters.items() if k not in choices}
 
 
@@ -263,18 +263,21 @@ def as_scalar(x: Any, params: Sequence[Tensor], capturable: bool) -> Any:
 def param_groups_by_name(
     params: Iterable[tuple[str, Tensor]], options: Mapping[str, Mapping[str, object]]
 ) -> list[Group]:
-    """Make param groups with options of their own from patterns of names.
+    """Return param groups whose options are selected by patterns of parameter names.
 
-    There is a group for each pattern, and one for the parameters that none selects. They
-    are for every class, torch's too. Those of `Mixed` are divided among its rules.
+    The result contains one group for each pattern, and one group for all parameters that no
+    pattern selects. You can pass these groups to every optimizer class, including torch's
+    classes. `Mixed` divides each group among its rules.
 
     Args:
-        params: Named parameters, as model.named_parameters().
-        options: For each name or pattern (`fnmatch`), options as {"weight_decay": 0.0}. The
-            first pattern that a name matches counts.
+        params: Named parameters, for example model.named_parameters().
+        options: A dict from names or patterns (`fnmatch`) to options such as
+            {"weight_decay": 0.0}. The first pattern that matches a parameter's name is
+            used.
 
     Raises:
-        ValueError: A pattern that selects nothing, or nothing that is left.
+        ValueError: A pattern matches no parameter, or only parameters that earlier patterns
+            have selected.
 
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Embedding(2, 2), nn.Linear(2, 2))

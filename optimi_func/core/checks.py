@@ -75,18 +75,21 @@ def check_number(
     most: float | None = None,
     above: float | None = None,
 ) -> None:
-    """Raise if a hyperparameter is out of its range. Schedules and unread tensors pass.
+    """Raise if a hyperparameter is not a number, or is out of its range.
 
-    The message begins with "Invalid {label}: {name}={value}".
+    Schedules are not checked, and neither are tensors on a GPU or inside a trace, whose
+    values are not read. The error message begins with "Invalid {label}: {name}={value}".
 
     Args:
-        label: Words for it, as "momentum factor".
-        name: The argument.
-        value: A number, a real 0-d tensor (not read on a GPU or in a trace) or a schedule.
-        below: It has to be smaller; None does not bound it.
-        least: It has to be at least this, if `above` is None.
-        most: It has to be at most this, which may be inf; None: it has to be finite.
-        above: It has to be larger.
+        label: A description of the hyperparameter, such as "momentum factor".
+        name: The name of the argument.
+        value: A number, a real 0-d tensor or a schedule.
+        below: The value has to be smaller than this. None means that there is no such
+            bound.
+        least: The value has to be at least this, if `above` is None.
+        most: The value has to be at most this, which may be inf. None means that the value
+            has to be finite.
+        above: The value has to be larger than this.
     """
     if isinstance(value, Tensor) and not (value.is_complex() or value.dtype == torch.bool):
         if (value := value_of(value)) is None:

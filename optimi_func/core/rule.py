@@ -166,22 +166,31 @@ class Whole(NamedTuple):
     by_matrix: bool = False
 
 
-class stored(Generic[T]):
-    """A property that is computed once and then stored in the instance's `__dict__`.
+class derived(Generic[T]):
+    """A property that an entry of the same name in the instance's `__dict__` replaces.
 
-    `functools.cached_property` does the same, but Python 3.11's has a lock, which
-    torch.compile cannot trace. While torch.compile traces, nothing is stored.
+    Unlike `functools.cached_property`, which has a lock in Python 3.11, it can be read
+    while torch.compile traces.
     """
 
     def __init__(self, make: Callable[[Any], T]) -> None:
         self._make, self._name, self.__doc__ = make, make.__name__, make.__doc__
 
     def __get__(self, instance: object, owner: type | None = None) -> T:
+        """Compute the value."""
+        return cast(T, self) if instance is None else self._make(instance)
+
+
+class stored(derived[T]):
+    """A property that is computed once and then stored in the instance's `__dict__`.
+
+    While torch.compile traces, nothing is stored.
+    """
+
+    def __get__(self, instance: object, owner: type | None = None) -> T:
         """Compute and store the value. Later reads find it in `__dict__`."""
-        if instance is None:
-            return cast(T, self)
-        value = self._make(instance)
-        if not torch.compiler.is_compiling():
+        value = super().__get__(instance, owner)
+        if instance is not None and not torch.compiler.is_compiling():
             instance.__dict__[self._name] = value
         return value
 
@@ -400,28 +409,35 @@ WHOLE_BATCH = Microbatch(1.0, False, None)
 
 
 class Storage(NamedTuple):
-    """Storage of parameters and moments.
+    """The formats in which parameters and moments are stored between steps.
 
-    "compact" is `Storage("kahan8", "8bit")`, "exact" is `Storage("exact", torch.float32)`.
+    "compact" means `Storage("kahan8", "8bit")`, and "exact" means
+    `Storage("exact", torch.float32)`.
 
-    Moments in 8 bits are those of tensors with 8192 elements or more that are 1-D, or whose
-    p[i] have a multiple of 64 elements (32 complex ones). A first moment is coded by its
-    root, a second by its fourth root, which never rounds to 0, up or down by a sequence
-    over the steps. Not coded are AMSGrad's maximum, Adan's last gradient, Ranger's slow
-    weights, and moments that are always float32, as AdEMAMix's and ADOPT's. Beside codes
-    other second moments are float32.
+    Moments are stored in 8 bits only for parameters p with at least 8192 elements that are
+    1-D, or in which the number of elements of p[i] is a multiple of 64 (32 if p is
+    complex). The 8 bits of a first moment encode its square root, and the 8 bits of a
+    second moment encode its fourth root. A second moment is never rounded to 0. A fixed
+    sequence over the steps decides whether second moments are rounded up or down, so that
+    small changes are not lost. AMSGrad's maximum, Adan's previous gradient, Ranger's slow
+    weights, and moments that are always float32, such as those of AdEMAMix and ADOPT, are
+    not stored in 8 bits. With "8bit", second moments that cannot be stored in 8 bits are
+    stored in float32.
 
     Attributes:
-        param: For bfloat16 (and float16) parameters: "plain" as they are; "kahan" with a
-            compensation of their own dtype; "kahan8" with one of 8 bits, 24 bits in all;
-            "exact" with 16 more bits, which make a bfloat16 parameter a float32;
-            "stochastic" as they are, rounded up or down at random, so that the mean is the
-            number that is rounded. None: "kahan". float32 parameters are stored as they
-            are.
-        moments: The moments' dtype, or "8bit": 8 bits an element and a float32 for each
-            64 of them. None: the parameter's dtype.
-        seed: That of "stochastic", from 0 to 2^63 - 1. Its random numbers depend on it, the
-            step, the parameter's place and the element alone.
+        param: The format of bfloat16 and float16 parameters. "plain" stores only the
+            parameter. "kahan" also stores a compensation in the dtype of the parameter.
+            "kahan8" also stores a compensation of 8 bits, so that each weight has 24 bits
+            in total. "exact" stores 16 more bits, with which a bfloat16 parameter is a
+            complete float32 number. "stochastic" stores only the parameter, and rounds each
+            new weight up or down at random, so that rounding errors are 0 on average. None
+            means "kahan". float32 parameters are stored unchanged with every format.
+        moments: The dtype of the moments, or "8bit", which stores 8 bits for each element
+            and one float32 number for each 64 elements. None means the dtype of the
+            parameter.
+        seed: The seed of "stochastic", from 0 to 2^63 - 1. The random numbers depend only
+            on the seed, the step number, the position of the parameter in the optimizer,
+            and the position of the element in the parameter.
     """
 
     param: ParamStorage | None = None
@@ -430,7 +446,7 @@ class Storage(NamedTuple):
 
     @property
     def coded(self) -> bool:
-        """Return True if moments are kept in codes where they can be."""
+        """True if moments are stored in 8 bits where possible."""
         return self.moments == "8bit"
 
 

@@ -1,4 +1,4 @@
-"""The optimizers, a file each: the rule, the value, the class. `functional` lists them."""
+"""The optimizers: one file for each class and its pure functions (see `functional`)."""
 
 import sys
 from typing import Any

@@ -12,23 +12,24 @@ __all__ = ["Adadelta", "adadelta", "adadelta_init", "adadelta_step"]
 
 
 class Adadelta(Coupled, name="adadelta"):
-    """Adadelta: RMSprop that scales each step to the size of its recent steps.
+    """Adadelta: RMSprop whose steps are scaled by the root mean square of recent steps.
 
         v <- rho * v + (1 - rho) * g^2
         d = sqrt(a + eps) / sqrt(v + eps) * g,   p <- p - lr * d
         a <- rho * a + (1 - rho) * d^2
 
-    The size of a step does not depend on the scale of the loss, so lr is usually 1. The
-    first steps have a size of about sqrt(eps).
+    The size of the steps does not depend on the scale of the loss, so lr is usually 1. The
+    first steps move each element by about sqrt(eps).
 
     Args:
-        rho: Fraction of v and a that a step keeps, at most 1.
+        rho: Fraction of v and a that carries over from one step to the next, at most 1.
         eps: Added to v and a before their square roots are taken.
-        weight_decay: Decay coefficient. By default weight_decay * p is added to the
-            gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
-            instead; with decouple_lr=True, lr / max_lr * weight_decay * p.
-        decouple_wd: Subtract decay directly from the parameter instead of adding it to the
-            gradient.
+        weight_decay: Coefficient of weight decay. By default, weight_decay * p is added to
+            the gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
+            instead. With decouple_lr=True, lr / max_lr * weight_decay * p is subtracted
+            from p.
+        decouple_wd: Subtract weight decay directly from the parameter instead of adding it
+            to the gradient.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 

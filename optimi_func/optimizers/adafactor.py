@@ -29,13 +29,13 @@ def torchs_options(group: Group) -> Group:
 
 
 def our_options(group: Group) -> Group:
-    """Return what a group of torch.optim.Adafactor is here."""
+    """Return the options with which this class continues a torch.optim.Adafactor group."""
     options = {"torch_form": True, "flatten": False, "beta1": None}
     return options if "beta2_decay" in group and group.get("torch_form", {}) == {} else {}
 
 
 class Epsilons(Floats[tuple[Scalar, Scalar], tuple[Number | None, Number]]):
-    """eps1, which may be None for torch's form, and eps2."""
+    """The pair (eps1, eps2), in which eps1 may be None if torch_form=True."""
 
     def check_item(self, i: int, x: object, bound: bool) -> None:
         del bound
@@ -52,45 +52,52 @@ class Adafactor(Body, name="adafactor"):
         U = g / sqrt(R C / mean(R))
         p <- p - lr * U / max(1, RMS(U) / clip_threshold) - lr * weight_decay * p
 
-    R and C approximate the second moment of a matrix. For a vector, U = g / sqrt(V), where
-    V is a moving average of g^2 + eps1 in the shape of g.
+    Together, R and C approximate the second moment of a matrix. For a vector, U = g /
+    sqrt(V), where V is a moving average of g^2 + eps1 with the same shape as g.
 
-    Adafactor's state takes only a few thousandths of the memory of the matrix. A bfloat16
-    parameter with Kahan summation therefore takes 4 bytes in total. R, C and V are stored
-    in float32 or wider, whatever state_dtype is. The defaults are those that transformers
-    recommends for finetuning with Adafactor: you set lr, as for AdamW. Instead of
-    transformers' warmup_init, use a schedule with a warmup.
+    For a matrix, Adafactor's state takes only a few thousandths of the memory of the
+    matrix. Each element of a bfloat16 matrix with Kahan summation therefore takes 4 bytes
+    in total. R, C and V are always stored in float32 or wider, and state_dtype has no
+    effect on them. The defaults are the settings that transformers recommends for
+    finetuning with Adafactor, in which you choose lr yourself, as for AdamW. If you used
+    transformers' warmup_init, use a learning-rate schedule with a warmup instead.
 
-    A tensor with more than two dimensions is treated as a stack of matrices, which are its
-    last two dimensions, as in transformers and torch. Weight decay subtracts lr *
-    weight_decay * p, as in torch. With scale_parameter, transformers also multiplies decay
-    by RMS(p).
+    As in transformers and torch, a tensor with more than two dimensions is treated as a
+    stack of matrices, whose rows and columns are the last two dimensions. As in torch,
+    weight decay subtracts lr * weight_decay * p from p. With scale_parameter=True,
+    transformers also multiplies weight decay by RMS(p), but this package does not.
 
     Args:
-        eps: eps1, which is added to squared gradients, and eps2, the smallest RMS(p).
-        clip_threshold: The largest RMS of a direction U; inf turns it off.
-        decay_rate: Exponent of t, at most 0, for example -0.8.
-        beta1: Fraction that a step keeps of a moving average of the directions U, in [0,
-            1). The average replaces U and takes 4 bytes per parameter. None: no average.
-        weight_decay: Decay coefficient. It is multiplied by lr, or by lr / max_lr with
-            decouple_lr=True.
-        scale_parameter: Multiply U by max(eps2, RMS(p)), so that lr is relative.
-        relative_step: Multiply by min(lr, 1 / sqrt(t)) instead of lr. For transformers'
-            lr=None pass lr=1e-2.
-        torch_form: Compute the same as torch.optim.Adafactor: scale_parameter and
-            relative_step are on, and eps1 is not added to squared gradients but is the
-            lower bound of mean(R) and of the root. torch's defaults are lr=1e-2, eps=(None,
-            1e-3). eps1=None is the machine epsilon of the dtype in which the step is
-            computed, 1.2e-7. This is also the case for bfloat16 parameters, for which torch
-            uses 0.0078, a value that is larger than most gradients.
-        flatten: Factor a tensor with 3 or more dimensions as one matrix, with the first
-            dimension as its rows. Set this for convolutions, whose last two dimensions are
-            a kernel of only a few elements.
+        eps: The pair (eps1, eps2). eps1 is added to the squared gradients, and eps2 is the
+            smallest RMS(p) that scale_parameter uses.
+        clip_threshold: The largest RMS that a direction U may have. Directions with a
+            larger RMS are scaled down. inf turns off this clipping.
+        decay_rate: Exponent of t in the formula for b, at most 0, for example -0.8.
+        beta1: If beta1 is a number in [0, 1), each step uses a moving average of the
+            directions U instead of U. beta1 is the fraction of this average that carries
+            over from one step to the next. The average takes 4 bytes per element of the
+            parameter. None turns the average off.
+        weight_decay: Coefficient of weight decay, which each step multiplies by lr, or by
+            lr / max_lr if decouple_lr=True.
+        scale_parameter: Multiply U by max(eps2, RMS(p)), so that lr is relative to the size
+            of the parameter.
+        relative_step: Multiply U by min(lr, 1 / sqrt(t)) instead of lr. Where you would
+            pass lr=None to transformers, pass lr=1e-2.
+        torch_form: Use the formulas of torch.optim.Adafactor: scale_parameter and
+            relative_step are turned on, and eps1 is not added to the squared gradients.
+            Instead, eps1 is the lower bound of mean(R) and of the square root by which the
+            gradient is divided. torch's defaults are lr=1e-2 and eps=(None, 1e-3). With
+            None, eps1 is the machine epsilon of the dtype in which the step is computed,
+            which is 1.2e-7 for float32 and bfloat16 parameters. For bfloat16 parameters
+            torch uses 0.0078 instead, which is larger than most gradients.
+        flatten: Treat a tensor with three or more dimensions as one matrix, with one row
+            for each index of the first dimension. Use flatten=True for convolutions,
+            because their last two dimensions are a kernel of only a few elements.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
-    Gradient release with accumulation="states" raises an error, because the state cannot be
-    computed from parts of a gradient.
+    Gradient release with accumulation="states" raises an error for Adafactor, because its
+    state cannot be computed from the gradients of single micro-batches.
 
     References:
         Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost",
@@ -121,7 +128,7 @@ class Adafactor(Body, name="adafactor"):
     flatten: bool = False
 
     class State(NamedTuple):
-        """Fields that a parameter does not need have no elements."""
+        """The state of one parameter. Fields that the parameter does not need are empty."""
 
         row_var: Shaped  # R, of a matrix
         col_var: Shaped  # C
@@ -139,12 +146,12 @@ class Adafactor(Body, name="adafactor"):
 
     @choice
     def averages(self) -> bool:
-        """True if directions are averaged, by beta1."""
+        """True if the directions are averaged, which beta1 turns on."""
         return self.beta1 is not None
 
     @choice
     def machine_eps(self) -> bool:
-        """True if eps1 is the arithmetic's."""
+        """True if eps1 is None, so that the machine epsilon of the dtype is used."""
         return isinstance(self.eps, tuple | list) and (*self.eps[:1],) == (None,)
 
     def check(self) -> None:
@@ -152,7 +159,7 @@ class Adafactor(Body, name="adafactor"):
             check_number("epsilon", "eps[0]", self.eps[0])
 
     def shape(self, p: Tensor) -> list[int]:
-        """Return the shape of the matrices that a tensor is."""
+        """Return the shape of a tensor as a stack of matrices."""
         first, *rest = p.shape
         return [first, math.prod(rest)] if self.flatten else [first, *rest]
 
@@ -170,7 +177,7 @@ class Adafactor(Body, name="adafactor"):
 
     @property
     def whole(self) -> Callable[..., tuple[Tensor, State]]:
-        """The map, which takes the parameter if that scales the direction."""
+        """The map of the direction, which takes the parameter if RMS(p) scales the step."""
         return self.scaled if self.scale_parameter or self.torch_form else self.alone
 
     def alone(self, d: Tensor, s: State, t: Scalar, lr: Scalar):
@@ -213,7 +220,7 @@ class Adafactor(Body, name="adafactor"):
         return u, self.State(row, col, var, avg)
 
     def relative(self, t: Scalar, lr: Scalar) -> Scalar:
-        """Return the step's length, as a share of lr."""
+        """Return the factor on lr, at most 1, by which relative_step shortens the step."""
         most = lr if self.relative_step or self.torch_form else 0.0
         longer = most * sqrt(t)
         return 1.0 / choose(longer > 1.0, longer, 1.0)

@@ -12,23 +12,24 @@ __all__ = ["Adagrad", "adagrad", "adagrad_init", "adagrad_step"]
 
 
 class Adagrad(Coupled, name="adagrad"):
-    """Adagrad: step along the gradient, divided by the root of its sum of past squares.
+    """Adagrad: divide each gradient by the root of the sum of squared gradients so far.
 
         v <- v + g^2
         p <- p - lr / (1 + (t - 1) * lr_decay) * g / (sqrt(v) + eps)
 
-    Steps become shorter as v grows. For elements that rarely receive a gradient, steps stay
-    large.
+    Steps become shorter as v grows. For elements that rarely receive a gradient, v stays
+    small and steps stay large.
 
     Args:
-        lr_decay: How fast lr falls: at step t it is divided by 1 + (t - 1) * lr_decay.
-        weight_decay: Decay coefficient. By default weight_decay * p is added to the
-            gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
-            instead; with decouple_lr=True, lr / max_lr * weight_decay * p.
-        initial_accumulator_value: Initial value of v, a squared gradient.
+        lr_decay: How fast lr falls: at step t, lr is divided by 1 + (t - 1) * lr_decay.
+        weight_decay: Coefficient of weight decay. By default, weight_decay * p is added to
+            the gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
+            instead. With decouple_lr=True, lr / max_lr * weight_decay * p is subtracted
+            from p.
+        initial_accumulator_value: Initial value of v, in units of a squared gradient.
         eps: Added to the square root of v.
-        decouple_wd: Subtract decay directly from the parameter instead of adding it to the
-            gradient.
+        decouple_wd: Subtract weight decay directly from the parameter instead of adding it
+            to the gradient.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 

@@ -74,17 +74,17 @@ class Moments(Body):
         return self.scaled(1 / (1 - b1**t) * m, self.root(v, t), t), new
 
     def root(self, v: Tensor, t: float) -> Tensor:
-        """Return the root of v, corrected for bias."""
+        """Return the square root of v after bias correction."""
         return 1 / (1 - self.betas[1] ** t) ** 0.5 * root(v)
 
     def scaled(self, mhat: Tensor, root: Tensor, t: float) -> Tensor:
-        """Return the direction of a mean gradient, given the root of v."""
+        """Return the direction, given the bias-corrected mean gradient and root of v."""
         del t
         return mhat / (root + self.eps)
 
 
 class WithLargest(Moments):
-    """Base class of Adam and AdamW, which may be AMSGrad."""
+    """Base class of Adam and AdamW, which have the option amsgrad."""
 
     _: KW_ONLY
     amsgrad: bool = False
@@ -109,14 +109,17 @@ class Adam(WithLargest, name="adam"):
     correction.
 
     Args:
-        betas: b1 and b2, each in [0, 1): the fractions of m and v that a step keeps.
-        weight_decay: Decay coefficient. By default weight_decay * p is added to the
-            gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
-            instead; with decouple_lr=True, lr / max_lr * weight_decay * p.
-        eps: Added to the square root in the divisor, after the bias correction.
-        decouple_wd: Subtract decay directly from the parameter instead of adding it to the
-            gradient.
-        amsgrad: Divide by the largest v so far instead of v (arXiv:1904.09237).
+        betas: b1 and b2, each in [0, 1): the fractions of m and v that carry over from one
+            step to the next.
+        weight_decay: Coefficient of weight decay. By default, weight_decay * p is added to
+            the gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
+            instead. With decouple_lr=True, lr / max_lr * weight_decay * p is subtracted
+            from p.
+        eps: Added to the square root of the bias-corrected second moment in the divisor.
+        decouple_wd: Subtract weight decay directly from the parameter instead of adding it
+            to the gradient.
+        amsgrad: For each element, use the largest v so far instead of v in the divisor
+            (arXiv:1904.09237).
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
@@ -145,15 +148,18 @@ class AdamW(Corrected, WithLargest, name="adamw"):
     mhat and vhat are Adam's moments after bias correction.
 
     Args:
-        betas: b1 and b2, each in [0, 1): the fractions of m and v that a step keeps.
-        weight_decay: Decay coefficient. It is multiplied by lr, or by lr / max_lr with
-            decouple_lr=True.
-        eps: Added to the square root in the divisor, after the bias correction.
-        amsgrad: Divide by the largest v so far instead of v (arXiv:1904.09237).
-        mars: Turn on MARS: g + mars * b1 / (1 - b1) * (g - g_prev) takes the place of g,
-            and is divided by its norm if the norm is above 1. The paper uses 0.025 with
-            betas of 0.95 and 0.99, and a larger lr than for AdamW. MARS also stores g_prev,
-            and cannot be combined with amsgrad. None: off.
+        betas: b1 and b2, each in [0, 1): the fractions of m and v that carry over from one
+            step to the next.
+        weight_decay: Coefficient of weight decay, which each step multiplies by lr, or by
+            lr / max_lr if decouple_lr=True.
+        eps: Added to the square root of the bias-corrected second moment in the divisor.
+        amsgrad: For each element, use the largest v so far instead of v in the divisor
+            (arXiv:1904.09237).
+        mars: A factor that turns on MARS. MARS replaces g by g + mars * b1 / (1 - b1) * (g
+            - g_prev), where g_prev is the gradient of the previous step, and divides the
+            result by its norm if that norm is above 1. The paper uses mars=0.025 with betas
+            of 0.95 and 0.99, and a larger lr than for AdamW. MARS also stores g_prev, and
+            cannot be combined with amsgrad. None turns MARS off.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 

@@ -18,13 +18,15 @@ class Adamax(Coupled, name="adamax"):
         p <- p - lr / (1 - b1^t) * m / u
 
     Args:
-        betas: b1 and b2, each in [0, 1): the fractions of m and u that a step keeps.
+        betas: b1 and b2, each in [0, 1): the fractions of m and u that carry over from one
+            step to the next.
         eps: Added to the absolute value of the gradient, |g|.
-        weight_decay: Decay coefficient. By default weight_decay * p is added to the
-            gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
-            instead; with decouple_lr=True, lr / max_lr * weight_decay * p.
-        decouple_wd: Subtract decay directly from the parameter instead of adding it to the
-            gradient.
+        weight_decay: Coefficient of weight decay. By default, weight_decay * p is added to
+            the gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
+            instead. With decouple_lr=True, lr / max_lr * weight_decay * p is subtracted
+            from p.
+        decouple_wd: Subtract weight decay directly from the parameter instead of adding it
+            to the gradient.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 

@@ -20,22 +20,23 @@ class AdEMAMix(Body, name="ademamix"):
         u = (m1hat + alpha(t) * m2) / (sqrt(vhat) + eps)
         p <- p - lr * u - lr * weight_decay * p
 
-    m1hat and vhat have Adam's bias correction; m2 has none. Through the slow mean m2, a
-    gradient influences tens of thousands of later steps. m2 and v are stored in float32 in
-    every storage mode, because they could not change by such small amounts in bfloat16.
+    m1hat and vhat are m1 and v after Adam's bias correction. m2 has no bias correction.
+    Through the slow mean m2, a gradient influences tens of thousands of later steps. m2 and
+    v are stored in float32 in every storage mode, because each step changes them by less
+    than bfloat16 can represent.
 
     Args:
-        betas: b1, b2 and b3, each in [0, 1): the fractions of m1, v and m2 that a step
-            keeps.
-        weight_decay: Decay coefficient. It is multiplied by lr, or by lr / max_lr with
-            decouple_lr=True.
-        eps: Added to the square root in the divisor, after the bias correction.
-        alpha: Factor on m2, 0 or larger. The authors' code uses 2, their paper 8.
+        betas: b1, b2 and b3, each in [0, 1): the fractions of m1, v and m2 that carry over
+            from one step to the next.
+        weight_decay: Coefficient of weight decay, which each step multiplies by lr, or by
+            lr / max_lr if decouple_lr=True.
+        eps: Added to the square root of the bias-corrected second moment in the divisor.
+        alpha: Factor on m2, at least 0. The authors' code uses 2, and their paper uses 8.
         alpha_warmup: Number of steps over which alpha grows linearly from 0, usually the
-            length of the whole run. It is not part of the state, so pass it again when you
-            resume.
-        beta3_warmup: Number of steps over which the half-life of m2 grows linearly from
-            that of b1 to that of b3.
+            length of the whole run. alpha_warmup is not part of the state, so pass it again
+            when you resume a run.
+        beta3_warmup: Number of steps over which b3(t) grows from b1 to b3. The half-life of
+            m2 grows linearly during these steps.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
@@ -95,7 +96,7 @@ def warmed(t: Scalar, warmup: Scalar) -> Scalar:
 
 
 def half_life(beta: Scalar) -> Scalar:
-    """Return the steps in which a mean forgets half of what it knew."""
+    """Return the number of steps after which a gradient's weight in a mean has halved."""
     known = cast(Tensor, where(beta == 0, 0.5, beta))  # to torch a stand-in is one
     return where(beta == 0, 0.0, math.log(0.5) / torch.log(known))
 

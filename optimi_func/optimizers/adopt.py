@@ -27,20 +27,21 @@ class ADOPT(Body, name="adopt"):
         p <- p - lr * m
         v <- b2 * v + (1 - b2) * g^2
 
-    The first step sets v = g^2 and does not move the parameters. v does not depend on the
-    gradient that is divided by its root, so ADOPT converges with any b2, while Adam may
-    not. v is stored in float32 in every storage mode, because it could not change by such
-    small amounts in bfloat16.
+    The first step sets v = g^2 and does not move the parameters. When a gradient is divided
+    by the root of v, v does not yet contain this gradient. ADOPT therefore converges with
+    any b2, whereas Adam may not converge. v is stored in float32 in every storage mode,
+    because each step changes v by less than bfloat16 can represent.
 
     Args:
-        betas: b1 and b2, each in [0, 1): the fractions of m and v that a step keeps.
-        weight_decay: Decay coefficient. By default weight_decay * p is added to the
-            gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
-            instead; with decouple_lr=True, lr / max_lr * weight_decay * p.
-        eps: The smallest value by which a gradient is divided; it replaces smaller roots of
-            v.
-        decouple_wd: Subtract decay directly from the parameter instead of adding it to the
-            gradient.
+        betas: b1 and b2, each in [0, 1): the fractions of m and v that carry over from one
+            step to the next.
+        weight_decay: Coefficient of weight decay. By default, weight_decay * p is added to
+            the gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
+            instead. With decouple_lr=True, lr / max_lr * weight_decay * p is subtracted
+            from p.
+        eps: Lower bound of the root of v by which a gradient is divided.
+        decouple_wd: Subtract weight decay directly from the parameter instead of adding it
+            to the gradient.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 

@@ -19,18 +19,22 @@ class ASGD(Coupled, name="asgd", lr="inside"):
         p <- p - eta * (g + lambd * p),   ax <- ax + mu * (p - ax)
         eta <- lr / (1 + lambd * lr * t)^alpha,   mu <- 1 / max(1, t - t0)
 
-    In the first step eta equals lr. Evaluate with the average `ax`. `ax` equals p during
-    the first t0 steps. After that it is the mean of p over all later steps.
+    In the first step, eta equals lr. Evaluate the model with `ax`, the average of the
+    parameter. During the first t0 steps, `ax` equals p. After step t0, `ax` is the mean of
+    p over all steps since then.
 
     Args:
-        lambd: Decay coefficient of p; also a factor in how fast the step size falls.
-        alpha: Exponent in the formula of eta: larger values make the step size fall faster.
+        lambd: Coefficient of the term lambd * p, which pulls p towards 0. A larger lambd
+            also makes the step size eta fall faster.
+        alpha: Exponent in the formula for eta. A larger alpha makes the step size eta fall
+            faster.
         t0: Number of steps before averaging begins.
-        weight_decay: Decay coefficient. By default weight_decay * p is added to the
-            gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
-            instead; with decouple_lr=True, lr / max_lr * weight_decay * p.
-        decouple_wd: Subtract decay directly from the parameter instead of adding it to the
-            gradient.
+        weight_decay: Coefficient of weight decay. By default, weight_decay * p is added to
+            the gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
+            instead. With decouple_lr=True, lr / max_lr * weight_decay * p is subtracted
+            from p.
+        decouple_wd: Subtract weight decay directly from the parameter instead of adding it
+            to the gradient.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 

@@ -16,34 +16,37 @@ __all__ = ["Kron", "kron", "kron_init", "kron_step"]
 
 
 class Kron(Body, name="kron"):
-    """PSGD Kron: step along the momentum, decorrelated with one matrix for each side.
+    """PSGD Kron: step along the momentum, decorrelated by one matrix for each dimension.
 
         m <- momentum * m + (1 - momentum) * g,   d = m / (1 - momentum^t)
         u  = Q^T Q d,   Q = the product of a Q_i for each dimension
         p <- p - lr * u * min(1, 1.1 / rms(u)) - lr * weight_decay * p
 
-    Q is the Kronecker product of a triangular factor Q_i for each dimension. Q_i begins as
-    the identity. Q_i is diagonal for a vector, and for a side that is 1 or longer than
+    Q is the Kronecker product of one triangular factor Q_i for each dimension of the
+    parameter. Each Q_i begins as the identity. Q_i is diagonal instead of triangular if the
+    parameter is a vector, or if the size of dimension i is 1 or larger than
     max_size_triangular.
 
-    Each fit refines the factors of the preconditioner: Q_i <- Q_i - precond_lr * triu(A -
-    B) Q_i / |A + B|, where A and B are the products of Q d and of Q^-T z with themselves
-    along dimension i, and z is random and normal. Because a fit is expensive, only a
-    fraction of the steps includes one. At step t this fraction is max(precond_update_prob,
-    exp((f + 1 - t) / 2f)), with f = precond_flat_start. Steps with a fit are spread evenly.
-    When a pure step is traced, vmapped or run on an accelerator, it cannot read its step
-    count. In that case it does the fit in every step.
+    A fit of the preconditioner updates all factors: Q_i <- Q_i - precond_lr * triu(A - B)
+    Q_i / |A + B|. Here A is the Gram matrix of Q d along dimension i, B is the Gram matrix
+    of Q^-T z along dimension i, and z contains standard normal random numbers. Because a
+    fit is expensive, only a fraction of the steps includes a fit. At step t this fraction
+    is max(precond_update_prob, exp((f + 1 - t) / 2f)), with f = precond_flat_start. The
+    steps with a fit are spread evenly. A pure step that is traced, vmapped or run on an
+    accelerator cannot read its step count. Such a step always computes a fit, and uses it
+    only if the fit is due.
 
     Args:
-        momentum: Fraction of m that a step keeps, in [0, 1).
-        weight_decay: Decay coefficient. It is multiplied by lr, or by lr / max_lr with
-            decouple_lr=True.
+        momentum: Fraction of m that carries over from one step to the next, in [0, 1).
+        weight_decay: Coefficient of weight decay, which each step multiplies by lr, or by
+            lr / max_lr if decouple_lr=True.
         precond_lr: Step size of a fit: a factor on the change of each Q_i.
-        precond_update_prob: The smallest fraction of steps that include a fit, in [0, 1].
-        precond_flat_start: Number of steps at the beginning that all include a fit. After
-            them the fraction falls.
-        max_size_triangular: The longest side for which Q_i is a triangular matrix.
-        seed: Seed of the random numbers z in all steps.
+        precond_update_prob: Lower bound of the fraction of steps that include a fit, in [0,
+            1].
+        precond_flat_start: Number of steps at the beginning of the run that all include a
+            fit. After these steps, the fraction of steps with a fit falls.
+        max_size_triangular: The size of the longest dimension for which Q_i is triangular.
+        seed: Seed of the random numbers z that the steps draw.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
@@ -118,7 +121,7 @@ def along(q: Tensor, x: Tensor, i: int) -> Tensor:
 
 
 def fitted(qs: list[Tensor], a: Tensor, b: Tensor, rate: Scalar) -> list[Tensor]:
-    """Return the factors after a fit to a by noise b, with equal maxima."""
+    """Return the factors after a fit to a and the noise b, scaled to equal maxima."""
     for i, q in enumerate(qs):
         if q.dim() == 1:
             back = 1.0 / q

@@ -27,27 +27,30 @@ class LAMB(Moments, name="lamb"):
         r = mhat / (sqrt(vhat) + eps) + weight_decay * p
         p <- p - lr * |p| / |r| * r
 
-    mhat and vhat are Adam's moments after bias correction. |p| and |r| are norms over a
-    tensor; if one of them is 0, the step is not scaled. Each layer therefore moves by the
-    same fraction of its norm, which keeps training stable with batches of tens of thousands
-    of examples. With lr = 1e-3 each tensor changes by a thousandth of its norm. Weight
-    decay changes the direction of the step, but not its length.
+    mhat and vhat are Adam's moments after bias correction. |p| and |r| are the norms of
+    whole tensors. If |p| or |r| is 0, the step is not scaled. The scaling moves each layer
+    by the same fraction of its norm, which keeps training stable with batches of tens of
+    thousands of examples. With lr = 1e-3, for example, each step changes each tensor by a
+    thousandth of its norm. Weight decay changes the direction of the step, but not its
+    length.
 
     v is stored in float32 (float64 for float64 parameters) in every storage mode, because
     bfloat16 is too coarse to represent a relative change of 0.1 %.
 
     If a tensor is sharded, LAMB uses the norm of the complete tensor. Biases and the gains
-    of norm layers are usually updated by AdamW, as in the authors' code, apex and timm:
+    of norm layers are usually updated by AdamW instead of LAMB, as in the authors' code,
+    apex and timm. To combine LAMB with AdamW in this way, write
     `Mixed(named, (matrices, lamb(lr=...)), rest=adamw(lr=...))`. This LAMB does not clip
-    gradients, whereas timm's LAMB clips the norm of all gradients to 1.
+    gradients, whereas timm's LAMB clips the joint norm of all gradients to 1.
 
     Args:
         lr: The length of a step, as a fraction of the tensor's norm.
-        betas: b1 and b2, each in [0, 1): the fractions of m and v that a step keeps.
-        weight_decay: Decay coefficient. Decay is added to the direction before the norm of
-            the direction is computed, so it is multiplied by lr * |p| / |r|. With
-            decouple_lr=True this factor is also divided by max_lr.
-        eps: Added to the square root in the divisor, after the bias correction.
+        betas: b1 and b2, each in [0, 1): the fractions of m and v that carry over from one
+            step to the next.
+        weight_decay: Coefficient of weight decay. Because weight_decay * p is a term of r,
+            each step multiplies weight decay by lr * |p| / |r|. With decouple_lr=True,
+            weight decay is also divided by max_lr.
+        eps: Added to the square root of the bias-corrected second moment in the divisor.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 

@@ -17,16 +17,18 @@ class Lion(Corrected, name="lion"):
         p <- p - lr * sign(b1 * m + (1 - b1) * g) - lr * weight_decay * p
         m <- b2 * m + (1 - b2) * g
 
-    Lion stores one moment instead of Adam's two. Use an lr that is 3 to 10 times smaller
-    than AdamW's, and a weight decay that is larger by the same factor.
+    Lion stores one moment, whereas Adam stores two. Use an lr that is 3 to 10 times smaller
+    than AdamW's, and a weight_decay that is larger than AdamW's by the same factor.
 
     Args:
-        betas: b1 (in the step) and b2 (in m), each in [0, 1).
-        weight_decay: Decay coefficient. It is multiplied by lr, or by lr / max_lr with
-            decouple_lr=True.
-        mars: Turn on MARS: g + mars * b1 / (1 - b1) * (g - g_prev) takes the place of g,
-            and is divided by its norm if the norm is above 1. The paper uses 0.025 and two
-            equal betas. MARS also stores g_prev. None: off.
+        betas: b1 and b2, each in [0, 1). b1 is the factor on m in the step, and b2 is the
+            fraction of m that carries over to the next step.
+        weight_decay: Coefficient of weight decay, which each step multiplies by lr, or by
+            lr / max_lr if decouple_lr=True.
+        mars: A factor that turns on MARS. MARS replaces g by g + mars * b1 / (1 - b1) * (g
+            - g_prev), where g_prev is the gradient of the previous step, and divides the
+            result by its norm if that norm is above 1. The paper uses mars=0.025 and two
+            equal betas. MARS also stores g_prev. None turns MARS off.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 

@@ -1,4 +1,4 @@
-"""MARS (Yuan et al. 2024), as an option of others."""
+"""MARS (Yuan et al. 2024), as an option of other optimizers."""
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY
@@ -12,17 +12,18 @@ from optimi_func.state.convert import Group
 
 
 def refuse_mars(group: Group) -> Group:
-    """Return no options of torch's; raise if a group has MARS, which torch lacks."""
+    """Return no options for torch; raise if a group uses MARS, which torch lacks."""
     if group["mars"] is not None:
         raise ValueError(f"torch.optim cannot go on with mars={group['mars']!r}")
     return {}
 
 
 class Corrected(Body):
-    """Base class of optimizers that may correct their gradients by the one before.
+    """Base class of optimizers with the option `mars`, which corrects each gradient.
 
-    Their `directed` and `accumulated` are those of a gradient as it is. With the option
-    they have `measure` and a state with prev_grad, and no `accumulate`.
+    The methods `directed` and `accumulated` are for gradients that are not corrected. With
+    the option, the optimizer has a `measure` method, stores prev_grad in its state, and has
+    no `accumulate` method.
     """
 
     directed: ClassVar[Callable[..., tuple[Tensor, Any]]]
@@ -35,17 +36,17 @@ class Corrected(Body):
 
     @property
     def direction(self) -> Callable[..., Any]:
-        """The direction, which takes `length` of `measure` if gradients are corrected."""
+        """The direction, which takes `length` from `measure` if gradients are corrected."""
         return self.directed if self.mars is None else self.of_corrected
 
     @property
     def accumulate(self) -> Callable[..., Any] | None:
-        """None if gradients are corrected, because parts of one have no former gradient."""
+        """None for corrected gradients, because micro-batches have no previous gradient."""
         return self.accumulated if self.mars is None else None
 
     @property
     def measure(self) -> Callable[..., Any] | None:
-        """The norms that corrected gradients are divided by, else None."""
+        """The method that measures norms of corrected gradients, or None without `mars`."""
         return None if self.mars is None else self.lengths
 
     def lengths(

@@ -31,7 +31,7 @@ from optimi_func.transforms.partition import (
 
 
 def rule_name(value: FunctionalOptimizer) -> str:
-    """Return the name of a rule in param groups, that of its factory."""
+    """Return the name of a rule in param groups, which is the name of its factory."""
     return type(value).__name__
 
 
@@ -48,7 +48,7 @@ class Named:
 
 
 class Part(NamedTuple):
-    """Parameters of a group that is added, with their optimizer and options besides."""
+    """Parameters of an added group that share an optimizer, and their other options."""
 
     value: FunctionalOptimizer
     options: Group
@@ -63,39 +63,41 @@ class Chooser(Protocol):
         ...
 
     def parts(self, pairs: list[tuple[str, Tensor]], rule: str | None) -> list[Part]:
-        """Return the parts of named parameters; `rule` is the one that the group names."""
+        """Return the parts of named parameters; `rule` is the rule that the group names."""
         ...
 
 
 class Mixed(Evaluated):
     """Several rules in one optimizer: the name of a parameter selects its rule.
 
-    Each param group that you pass is divided into one group for each part that selects a
-    parameter in it, in the order of the parts. The new group stores the name of its rule
-    under "rule" and the rule's hyperparameters under torch's names. Hyperparameters in the
-    group that you passed override those of the part. Schedulers, trainers, checkpoints,
-    gradient release and storage modes treat it as one optimizer. `train()` and `eval()` act
-    on the parts that support them, such as schedule_free_adamw.
+    Each param group that you pass is divided into smaller groups, one for each part that
+    selects some of the group's parameters, in the order of the parts. Each smaller group
+    stores the name of its rule under "rule", and the rule's hyperparameters under torch's
+    names. Hyperparameters in the group that you passed override the hyperparameters of the
+    part. Schedulers, trainers, checkpoints, gradient release and storage modes treat a
+    Mixed as one optimizer. `train()` and `eval()` act on the parts that support them, such
+    as schedule_free_adamw.
 
-    `defaults` contain neither momentum nor betas, because not all groups have them.
-    Therefore pass cycle_momentum=False to OneCycleLR.
+    The dict `defaults` contains neither momentum nor betas, because not all groups have
+    these hyperparameters. Therefore pass cycle_momentum=False to OneCycleLR.
 
     Args:
-        params: Named parameters, for example model.named_parameters(), or groups of them.
-        *parts: Pairs of a pattern or predicate and an optimizer such as adamw(lr=...). The
-            first part that selects a parameter updates it. A pattern (`fnmatch`) is
-            compared with the parameter's name; a predicate receives the name and the
-            parameter.
-        rest: The optimizer for all parameters that no part selects. None: every parameter
-            has to be selected by a part.
+        params: Named parameters, for example model.named_parameters(), or param groups of
+            named parameters.
+        *parts: Pairs, each of which contains a pattern or predicate and an optimizer such
+            as adamw(lr=...). A pattern (`fnmatch`) is compared with the parameter's name. A
+            predicate receives the name and the parameter. Each parameter is updated by the
+            first part that selects it.
+        rest: The optimizer for all parameters that no part selects. None means that every
+            parameter has to be selected by a part.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     Raises:
-        TypeError: A part is not such a pair, or its lr or weight_decay is a schedule of the
-            pure API; use a scheduler of torch instead.
-        ValueError: Parameters have no names, a part selects no parameter that is still
-            free, or no part selects a parameter and there is no `rest`.
+        TypeError: A part is not a pair of this kind, or its lr or weight_decay is a
+            schedule of the pure API. Use a scheduler of torch instead of such a schedule.
+        ValueError: Parameters have no names, a part selects no parameter that earlier parts
+            have left, or a parameter is selected by no part and there is no `rest`.
 
     >>> from optimi_func import adamw, lion
     >>> from torch import nn
@@ -140,14 +142,15 @@ class Mixed(Evaluated):
         )
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group, divided among the parts.
+        """Add a param group, whose parameters are divided among the parts.
 
-        A group may name its rule, as {"params": ..., "rule": "adamw"}: then it has the
-        numbers of the first part of that rule. If it is added later it needs no names then.
+        A group may name its rule, as in {"params": ..., "rule": "adamw"}. The group then
+        gets the hyperparameters of the first part with this rule. If such a group is added
+        after the optimizer was constructed, its parameters need no names.
 
         Raises:
-            TypeError, ValueError: As the constructor, but a part may select nothing. If it
-                raises, nothing is added.
+            TypeError, ValueError: The same errors as from the constructor, but it is not an
+                error if a part selects nothing. No group is added if an error is raised.
         """
         left_out = ("params", "param_names", "rule")
         given = {k: x for k, x in param_group.items() if k not in left_out}
@@ -229,10 +232,10 @@ class Mixed(Evaluated):
         return f"{super().describe()}\n\n{listed(self.named_groups())}"
 
     def torch_state_dict(self) -> StateDict:
-        """Return a state dict for each rule, by its name, for torch.optim's class of it.
+        """Return a dict that contains a torch.optim state dict under the name of each rule.
 
         Raises:
-            ValueError: A class or an option that torch does not have.
+            ValueError: A rule or an option that torch.optim does not have.
         """
         whole = self.decoded_state_dict()
         dicts: dict[str, StateDict] = {}
@@ -246,8 +249,8 @@ class Mixed(Evaluated):
     def _find(self, state_dict: StateDict, strict: bool, match: str) -> Match:
         """Match a state dict, rule by rule.
 
-        Takes a state of this class, or a dict with torch's state of each rule. Unless
-        strict, a parameter whose rule has changed has no entry.
+        The state dict is one of this class, or a dict with torch's state dict for each
+        rule. If strict is False, a parameter whose rule has changed gets no entry.
         """
         rules = list(dict.fromkeys(map(rule_name, self._values)))
         named = self.named_groups()
@@ -295,10 +298,10 @@ class Mixed(Evaluated):
     def functional(self) -> tuple[Partition, PartitionState]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return a pure optimizer and its state: a `partition` with a part for each group.
 
-        The state is over the tree {name: parameter}: see `BaseOptimizer.functional`.
+        The state is for the tree {name: parameter}: see `BaseOptimizer.functional`.
 
         Raises:
-            ValueError: Parameters of a group that have taken different numbers of steps.
+            ValueError: The parameters of a group have taken different numbers of steps.
         """
         self.check_train_mode("functional()")
         pairs: list[tuple[Select, FunctionalOptimizer]] = []
@@ -320,15 +323,15 @@ class Mixed(Evaluated):
     def load_functional(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state: PartitionState, params: dict[str, Tensor] | None = None
     ) -> None:
-        """Continue from the state of a pure optimizer that `functional` made.
+        """Continue from the state of a pure optimizer that `functional` returned.
 
         Args:
-            state: A `partition`'s, over the tree {name: parameter}.
-            params: Values for the parameters, by name.
+            state: The state of a `partition`, for the tree {name: parameter}.
+            params: New values of the parameters, by name.
 
         Raises:
-            ValueError: Names that no parameter has, shapes or fields that do not fit;
-                nothing is loaded then.
+            ValueError: The state contains a name that no parameter has, or shapes or fields
+                that do not fit. In this case nothing is loaded.
         """
         self.check_train_mode("load_functional()")
         entries: dict[Tensor, Entry] = {}
@@ -344,7 +347,7 @@ class Mixed(Evaluated):
 
 
 def _check_rules(groups: list[Group], state_dict: StateDict) -> None:
-    """Raise if a parameter has another rule in the state dict."""
+    """Raise if a parameter has a different rule in the state dict."""
     saved = {
         name: group["rule"]
         for group in state_dict["param_groups"]
@@ -369,7 +372,7 @@ def _checked_value(value: object) -> FunctionalOptimizer:
 
 
 def _numbers_of(value: FunctionalOptimizer) -> Group:
-    """Return the keywords and values of the call that makes a value."""
+    """Return the keyword arguments of the call that creates a pure optimizer."""
     return {name: getattr(value, name) for name in keywords_of(type(value))}
 
 
@@ -380,7 +383,7 @@ def keywords_of(factory: type[FunctionalOptimizer]) -> tuple[str, ...]:
 
 
 def _of_rule(state_dict: StateDict, rule: str) -> StateDict:
-    """Return the part of a state dict with the groups of a rule."""
+    """Return the part of a state dict that belongs to the groups of one rule."""
     groups = [group for group in state_dict["param_groups"] if group["rule"] == rule]
     every = {i for group in state_dict["param_groups"] for i in group["params"]}
     ids = {i for group in groups for i in group["params"]}

@@ -69,7 +69,7 @@ __all__ = ["Muon", "muon", "muon_init", "muon_step"]
 
 
 def as_table(coefficients: object, steps: object) -> tuple[Triple, ...]:
-    """Return the checked coefficients of each iteration."""
+    """Check the coefficients, and return those of each step of the iteration."""
     if steps is not None and (type(steps) is not int or not 0 < steps < 100):
         raise ValueError(
             f"Invalid ns_steps: ns_steps={steps!r}: allowed are integers from 1 to 99, and "
@@ -104,7 +104,7 @@ def as_triple(x: Sequence[float]) -> Triple:
 
 
 def as_dtype(x: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the dtype of the iteration, given itself or its name."""
+    """Return the dtype of the iteration, given a dtype or its name."""
     dtype = storage.as_dtype(x)
     if dtype is None:
         return None
@@ -117,7 +117,7 @@ def as_dtype(x: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def torchs_options(group: Group) -> Group:
-    """Return a group's options as torch.optim.Muon's; raise if it lacks one."""
+    """Return a group's options for torch.optim.Muon; raise if torch lacks one of them."""
     table = as_table(group["ns_coefficients"], group["ns_steps"])
     refused = {
         "ns_coefficients": len(set(table)) > 1,
@@ -135,7 +135,7 @@ def torchs_options(group: Group) -> Group:
 
 
 class Muon(Body, name="muon"):
-    """Muon: step along the momentum, with its singular values replaced by about 1.
+    """Muon: step along the momentum after replacing its singular values by about 1.
 
         b <- momentum * b + (1 - momentum) * g
         N  = (1 - momentum) * g + momentum * b      with Nesterov, else b
@@ -145,50 +145,58 @@ class Muon(Body, name="muon"):
 
     Muon is made for the matrices of a network's hidden layers. `MuonAdamW` and `Mixed`
     combine Muon with a different optimizer for embeddings, output layers and vectors. A
-    parameter with three dimensions is treated as a stack of matrices. A parameter with more
-    dimensions is flattened into one matrix, whose rows are the outputs of a convolution.
-    The steps are the same as in torch.optim.Muon, but adjust_lr_fn has a different default.
+    parameter with three dimensions is treated as a stack of matrices. A parameter with four
+    or more dimensions is flattened into one matrix. For a convolution, the rows of this
+    matrix are the outputs. The steps are the same as in torch.optim.Muon, but adjust_lr_fn
+    has a different default.
 
     Args:
-        params: Parameters of 2 dimensions or more, named parameters, or param groups.
-        weight_decay: Decay coefficient. It is multiplied by lr but not by s, or by lr /
-            max_lr with decouple_lr=True.
-        momentum: Fraction of b that a step keeps, in [0, 1).
-        nesterov: Use Nesterov momentum: N also contains the current gradient.
-        ns_coefficients: a, b and c of the iteration. Three numbers apply to every step of
-            the iteration; a list contains a, b, c for each step. "standard", "quintic" and
-            "polar_express" are lists for five steps, "deepseek" for ten. "standard" brings
-            singular values of at least 0.01 into the range from 0.68 to 1.13, "quintic"
-            into 0.98 to 1.03, "polar_express" into 0.86 to 1.14, and "deepseek" to 1.
-        eps: The smallest norm by which N is divided.
-        ns_steps: Number of steps of the iteration, if all steps use the same a, b, c. None:
-            5.
-        adjust_lr_fn: The scale s of an m x n matrix. "match_rms_adamw": 0.2 sqrt(max(m,
-            n)), so that AdamW's lr and decay can be used. None (torch's default) or
-            "original": sqrt(max(1, m / n)). "rms_to_rms", and torch 2.15's
-            "spectral_unclamped": sqrt(m / n). "nuclear" (PolarGrad): the sum of N * X,
+        params: Parameters with at least two dimensions, named parameters, or param groups.
+        weight_decay: Coefficient of weight decay, which each step multiplies by lr but not
+            by s, or by lr / max_lr if decouple_lr=True.
+        momentum: Fraction of b that carries over from one step to the next, in [0, 1).
+        nesterov: Use Nesterov momentum, which gives the current gradient more weight in N.
+        ns_coefficients: The coefficients a, b and c of the iteration: three numbers for all
+            steps of the iteration, or a list with three numbers for each step. The names
+            "standard", "quintic" and "polar_express" select lists for five steps, and
+            "deepseek" selects a list for ten steps. For singular values of at least 0.01,
+            the iteration returns values from 0.68 to 1.13 with "standard", from 0.98 to
+            1.03 with "quintic", from 0.86 to 1.14 with "polar_express", and 1 with
+            "deepseek".
+        eps: Lower bound of the norm by which N is divided.
+        ns_steps: Number of steps of the iteration, if all steps use the same a, b and c.
+            None means 5 steps, or the number of steps for which ns_coefficients contains
+            numbers.
+        adjust_lr_fn: The choice of the scale s of an m x n matrix. With "match_rms_adamw",
+            s is 0.2 sqrt(max(m, n)), so that you can use AdamW's lr and weight decay. With
+            "original" or None, which is torch's default, s is sqrt(max(1, m / n)). With
+            "rms_to_rms", which torch 2.15 calls "spectral_unclamped", s is sqrt(m / n).
+            With "nuclear" (PolarGrad), s is the sum of the elements of N * X, which is
             about the nuclear norm of N, so that steps shrink when gradients do.
-        ns_dtype: Dtype of the iteration. None: bfloat16, but float32 on a CPU without
-            AVX512_BF16, and float64 for float64 parameters; `describe()` prints it. Steps
-            through which you differentiate use float32 or wider.
-        split: Parts of a parameter that are separate matrices, for example query, key and
-            value. A number of equal parts, or a list with the number of rows of each part,
-            cuts between rows. {"columns": 12} cuts between columns, for example the 12
-            heads of an output projection; {"rows": 3} is the same as 3. {"rows": 3,
-            "repeats": 12} is for rows in which 3 parts alternate 12 times, like query, key
-            and value of each head in GPT-NeoX. Each of the 3 matrices consists of its rows
-            from all repeats.
-        transposed: The parameters are stored as (inputs, outputs), as in transformers'
-            Conv1D. The transposed matrices are orthogonalized, so rows are outputs in s, in
-            split and everywhere else.
-        element_beta: Turn on AdaMuon: X is computed from the signs of N, v averages X^2,
-            and the step is X / sqrt(v), scaled to the norm of an orthogonal matrix.
-            element_beta is the fraction of v that a step keeps, in [0, 1). v is stored in
-            float32 or wider. None: off.
-        hyperball: Keep the norm R of each matrix: step by lr * R along X, then scale back
-            to R. lr is then a fraction of R, s has no effect, and weight_decay has to be 0.
-            A matrix of zeros does not change. 16-bit parameters need Kahan summation,
-            because R drifts without it.
+        ns_dtype: Dtype in which the iteration is computed. None selects bfloat16, except
+            that it selects float32 on a CPU without AVX512_BF16, and float64 for float64
+            parameters. `describe()` prints the dtype. If you differentiate through a step,
+            the iteration is computed in float32 or wider.
+        split: The parts of a parameter that are separate matrices, for example query, key
+            and value. A number divides the rows into this many equal parts, and a list
+            contains the number of rows of each part. {"rows": 3} means the same as 3.
+            {"columns": 12} divides the columns, for example into the 12 heads of an output
+            projection. {"rows": 3, "repeats": 12} is for parameters whose rows alternate
+            between 3 parts 12 times, like the query, key and value of each head in
+            GPT-NeoX. Each of these 3 matrices consists of its rows from all 12 repeats.
+        transposed: Pass True if the parameters are stored as (inputs, outputs), as in
+            transformers' Conv1D. Muon then orthogonalizes the transposed matrices, so that
+            rows are outputs in the formula for s, in split and in all other options.
+        element_beta: A number in [0, 1) turns on AdaMuon, in which X is computed from the
+            signs of N, and v is a moving average of X^2. The step is X / sqrt(v), scaled to
+            the norm of an orthogonal matrix. element_beta is the fraction of v that carries
+            over from one step to the next. v is stored in float32 or wider. None turns
+            AdaMuon off.
+        hyperball: Keep the norm R of each matrix constant: each step moves the matrix by lr
+            * R along X, and then scales the matrix back to the norm R. With hyperball=True,
+            lr is a fraction of R, s has no effect, and weight_decay has to be 0. A matrix
+            of zeros does not change. 16-bit parameters need Kahan summation, because R
+            drifts without Kahan summation.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
@@ -249,7 +257,7 @@ class Muon(Body, name="muon"):
 
     @choice
     def table(self) -> tuple[Triple, ...]:
-        """The coefficients of each iteration."""
+        """The coefficients of each step of the iteration."""
         return as_table(self.ns_coefficients, self.ns_steps)
 
     @choice
@@ -286,7 +294,7 @@ class Muon(Body, name="muon"):
 
     @property
     def whole(self) -> Callable[..., Any]:
-        """The map of a whole tensor, which takes the parameter if it keeps the norm."""
+        """The map of a whole tensor, which takes the parameter if it keeps its norm."""
         return self.on_sphere if self.hyperball else self.mapped
 
     def mapped(self, d: Tensor, s: Any) -> Any:
@@ -328,7 +336,7 @@ class Muon(Body, name="muon"):
         return self.layout.joined(parts, like)
 
     def orthogonalized(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        """Return scale U f(S) V^T of each matrix U S V^T; f makes S about 1."""
+        """Return scale * U f(S) V^T for each matrix U S V^T, where f(S) is about 1."""
         wide, shape = x.dtype, x.shape
         dtype, (m, n) = self.dtype or iterated_in(x.device, wide), shape[-2:]
         if dtype.itemsize < wide.itemsize and is_differentiated(x):
@@ -364,7 +372,7 @@ class Muon(Body, name="muon"):
 
 
 def check_options(given: Muon) -> None:
-    """Raise for options that are none, or that do not go together."""
+    """Raise for unknown options, and for options that exclude each other."""
     if given.adjust_lr_fn not in (None, NUCLEAR, *SCALES):
         raise ValueError(
             f"Invalid adjust_lr_fn: adjust_lr_fn={given.adjust_lr_fn!r}: allowed are "
@@ -378,10 +386,11 @@ def check_options(given: Muon) -> None:
 
 
 def moved_by(x: Tensor, table: tuple[Triple, ...]) -> tuple[float, Tensor]:
-    """Return q and Q, with which some iterations turn x into (q + Q) x.
+    """Return q and Q such that several steps of the iteration turn x into (q + Q) x.
 
-    Powers of x's small Gram matrix make them (Zhang et al. 2026). Their rounding errors
-    grow by a^2 an iteration. As a part of Q the large q would take its digits.
+    q and Q are computed from powers of x's Gram matrix, which is small (Zhang et al. 2026).
+    The rounding errors of these powers grow by a^2 in each step. q is not added to Q,
+    because Q would lose digits to the large q.
     """
     gram = symmetric(x, x.mT)
     (q, b, c), *rest = table
@@ -396,9 +405,10 @@ def moved_by(x: Tensor, table: tuple[Triple, ...]) -> tuple[float, Tensor]:
 
 
 def on_sphere(u: Tensor, w: Tensor, lr: Scalar) -> Tensor:
-    """Return the direction from w to a point of its norm R, after lr R along u.
+    """Return the direction that moves w by lr R along u and then back to its norm R.
 
-    That is (w - R y / ||y||) / lr with y = w - lr R u / ||u||, without a division by lr.
+    The direction is (w - R y / ||y||) / lr with y = w - lr R u / ||u||, but it is computed
+    without dividing by lr.
     """
     tiny = torch.finfo(w.dtype).tiny
     length, radius = (norm(x, dim=(-2, -1), keepdim=True) for x in (u, w))

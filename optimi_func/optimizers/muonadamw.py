@@ -1,6 +1,6 @@
-"""`MuonAdamW`: Muon for the matrices of a model's hidden layers, AdamW for the rest.
+"""`MuonAdamW`: Muon for a model's hidden matrices, AdamW for all other parameters.
 
-`hidden_matrices` selects these matrices, also for `Mixed` and `partition`.
+`hidden_matrices` selects the hidden matrices, also for `Mixed` and `partition`.
 """
 
 import logging
@@ -79,79 +79,85 @@ def MuonAdamW(  # noqa: D417
     cautious: bool = False,
     **options: Unpack[Options],
 ) -> Mixed:
-    """Return a `Mixed` that updates hidden matrices with Muon and the rest with AdamW.
+    """Return a `Mixed` with Muon for hidden matrices and AdamW for all other parameters.
 
-    The logger "optimi_func" reports at level INFO which parameters belong to which kind,
-    with one line for each kind, and `describe()` lists every parameter. To use MuonAdamW
-    with transformers, pass optimizer_cls_and_kwargs=(lambda: MuonAdamW, {"lr": 1e-3}) to
-    the Trainer.
+    The logger "optimi_func" prints, at level INFO, one line for each kind of parameter, and
+    `describe()` lists every parameter with its rule. To use MuonAdamW with transformers,
+    pass optimizer_cls_and_kwargs=(lambda: MuonAdamW, {"lr": 1e-3}) to the Trainer.
 
-    If n processes hold a matrix, one of them orthogonalizes it, and the work is balanced by
-    cost. Shards are exchanged in two calls of `all_to_all_single` per step, which bring
-    each process 2 (n - 1) / n^2 of all elements. For copies (Replicate, or plain tensors
-    with `process_group`), one `all_gather` per step brings each process (n - 1) / n of all
-    elements. A stack of matrices needs no communication if the shards contain complete
-    matrices; copies of a stack are divided between the processes by matrix. A parameter
-    that is offloaded, or sharded along two dimensions of a mesh, is gathered by every
-    process. Before the first write, the processes exchange 8 bytes each to check that they
-    all take the same step.
+    If n processes hold shards or copies of a matrix, one of these processes orthogonalizes
+    the matrix, and the matrices are assigned so that all processes have about the same
+    amount of work. If the matrices are sharded, the processes exchange shards in two calls
+    of `all_to_all_single` per step, in which each process receives 2 (n - 1) / n^2 of all
+    elements. If every process has a copy (Replicate, or plain tensors with
+    `process_group`), there is one `all_gather` per step, in which each process receives (n
+    - 1) / n of all elements. A stack of matrices needs no communication if the shards
+    contain complete matrices. If every process has a copy of a stack, the matrices of the
+    stack are divided among the processes. A parameter that is offloaded, or sharded along
+    two dimensions of a mesh, is gathered by every process. Before a step writes anything,
+    each process sends 8 bytes, so that the processes can check that they all take the same
+    step.
 
     Args:
         model: The model whose parameters are optimized. Parameters that do not require a
             gradient are not updated until they receive one.
-        lr: Learning rate of Muon, and of AdamW unless you pass adamw_lr. With a different
-            adjust_lr_fn, Muon and AdamW need different learning rates.
-        weight_decay: Decay coefficient of hidden matrices, and of an output layer that is
-            not tied to an embedding.
-        adamw_lr: Learning rate of the parameters that AdamW updates. None: lr.
-        adamw_weight_decay: Decay coefficient of all parameters that AdamW updates, as in
-            torch. None: embeddings, norms, biases and other parameters without "weight" in
-            their name do not decay.
-        lr_multipliers: Factors on lr or adamw_lr, by name or pattern (`fnmatch`) of
-            parameters; the first match wins. Parameters with the same factor share param
-            groups.
-        overrides: Other options by name or pattern, for example {"*.bias": {"betas": (0.9,
-            0.95)}}. They are options of Muon or AdamW, depending on which of the two
-            updates the parameter: see `param_groups_by_name`.
-        exclude: Names or patterns of parameters that AdamW updates: see `hidden_matrices`.
-        include: Names or patterns of parameters that Muon updates.
+        lr: Learning rate of Muon, and of AdamW unless you pass adamw_lr. If adjust_lr_fn is
+            not the default, Muon and AdamW need different learning rates.
+        weight_decay: Coefficient of weight decay for hidden matrices, and for other weights
+            with at least two dimensions that are not embeddings, such as an output layer
+            that is not tied to an embedding.
+        adamw_lr: Learning rate of the parameters that AdamW updates. None means lr.
+        adamw_weight_decay: Coefficient of weight decay for all parameters that AdamW
+            updates, as in torch. With None, AdamW uses weight_decay, and embeddings, norms,
+            biases and other parameters without "weight" in their name do not decay.
+        lr_multipliers: Factors on lr or adamw_lr for some of the parameters. The keys are
+            names of parameters or patterns (`fnmatch`), and the first key that matches is
+            used. Parameters with the same factor share param groups.
+        overrides: Other hyperparameters by name or pattern, for example {"*.bias":
+            {"betas": (0.9, 0.95)}}. The inner dict contains options of Muon or AdamW,
+            depending on which of the two updates the parameter: see `param_groups_by_name`.
+        exclude: Names or patterns of parameters that AdamW updates instead of Muon: see
+            `hidden_matrices`.
+        include: Names or patterns of parameters that Muon updates instead of AdamW.
         transposed: Names or patterns of matrices that are stored as (inputs, outputs): see
-            `hidden_matrices`, which recognizes transformers' Conv1D without it.
-        hidden: The result of `hidden_matrices` for the whole model. Pass it if `model` is
-            only a part of that model, such as a pipeline stage. The whole model may be on
-            the meta device. Patterns may then also select parameters of other parts.
-        momentum: See `Muon`. It can also be a schedule, such as schedules.linear(0.85,
-            0.95, 300).
+            `hidden_matrices`, which recognizes transformers' Conv1D without this option.
+        hidden: The result of `hidden_matrices` for the whole model. Pass this argument if
+            `model` is only a part of the whole model, such as a pipeline stage. The whole
+            model may be on the meta device. With `hidden`, patterns may also select
+            parameters of the other parts.
+        momentum: See `Muon`. The momentum can also be a schedule, such as
+            schedules.linear(0.85, 0.95, 300).
         nesterov: See `Muon`.
         ns_coefficients: See `Muon`.
         ns_steps: See `Muon`.
         adjust_lr_fn: See `Muon`.
         ns_dtype: See `Muon`.
-        split: See `Muon`. Pass values by name or pattern, for example {"*.qkv.weight": 3,
-            "*.o_proj.weight": {"columns": 12}}. Rows are outputs. For a layer that stores
-            (inputs, outputs), such as those of GPT-2, write {"rows": 3} instead of 3,
-            because its outputs are columns of the tensor.
-        element_beta: See `Muon`. It turns on AdaMuon.
-        hyperball: See `Muon`. With it, hidden matrices do not decay, and lr is a fraction
-            of their norms, so pass a separate adamw_lr for AdamW.
+        split: See `Muon`. Pass a dict whose keys are names or patterns, for example
+            {"*.qkv.weight": 3, "*.o_proj.weight": {"columns": 12}}. Rows are the outputs of
+            a layer. For a layer that stores its weight as (inputs, outputs), like the
+            layers of GPT-2, write {"rows": 3} instead of 3, because the outputs are columns
+            of the stored tensor.
+        element_beta: See `Muon`. A number turns on AdaMuon.
+        hyperball: See `Muon`. With hyperball=True, hidden matrices do not decay, and lr is
+            a fraction of their norms, so pass a separate adamw_lr for AdamW.
         betas: See `AdamW`.
         eps: See `AdamW`.
-        row_beta: See `NorMuon`, which is used instead of Muon if you pass this argument.
-            None: Muon.
-        max_lr: The largest value of lr in its schedule; adamw_lr and lr_multipliers scale
-            it.
+        row_beta: See `NorMuon`. If you pass a row_beta, NorMuon is used instead of Muon.
+        max_lr: The largest value of lr in its schedule. Where adamw_lr or lr_multipliers
+            change the learning rate by a factor, max_lr is changed by the same factor.
 
-    `add_param_group` makes the same choice for parameters that have been added to the model
-    in the meantime. All other parameters, for example those of a separate head module, are
-    updated by AdamW. A group can also name its rule, as in {"params": ..., "rule": "muon"},
-    and then needs no parameter names. A copy of the optimizer (deepcopy, pickle) has no
-    reference to the model.
+    `add_param_group` chooses between Muon and AdamW in the same way for parameters that
+    have been added to the model since the optimizer was created. Parameters that are not in
+    the model, for example those of a separate head module, are updated by AdamW. A group
+    can also name its rule, as in {"params": ..., "rule": "muon"}. The parameters of such a
+    group need no names. A copy of the optimizer (deepcopy, pickle) has no reference to the
+    model.
 
     All other arguments are shared by all optimizers: see `BaseOptimizer`. Muon does not
     accept cautious=True.
 
     If no hidden matrix is trainable, for example while only the head is finetuned, AdamW
-    updates all parameters, and the log contains a warning.
+    updates all parameters, and the logger prints a warning.
 
     Raises:
         TypeError: model is missing, or is not a module.
@@ -234,9 +240,9 @@ def _kinds(
     split: Mapping[str, object] | None,
     all_decay: bool,
 ) -> "list[tuple[_Kind, list[str]]]":
-    """Return the names of each part.
+    """Return each part's kind and the names of its parameters.
 
-    The kinds are 0 for Muon's, 1 for AdamW's that decay, and 2 for the others.
+    The kinds are 0 for Muon, 1 for AdamW with weight decay, and 2 for AdamW without it.
     """
     params = dict(model.named_parameters())
     every = [*params, *elsewhere]
@@ -249,19 +255,19 @@ def _kinds(
         weight = weight and hidden.kind(name) != EMBEDDED
         kind = 0 if name in parts_of else 2 - (all_decay or weight)
         transposed = hidden.kind(name) == TRANSPOSED
-        own = _Kind(kind, _split_of(name, parts_of, transposed), transposed, factors[name])
+        own_split = _checked_split(name, parts_of.get(name), transposed)
+        own = _Kind(kind, own_split, transposed, factors[name])
         key = kind, as_layout(own.split, transposed), own.factor  # two splits may be equal
         kinds.setdefault(key, (own, []))[1].append(name)
     return sorted(kinds.values(), key=lambda item: item[0].kind)
 
 
-def _split_of(name: str, parts: Mapping[str, Any], transposed: bool) -> Any:
-    """Return how a matrix is split, if it says which side where rows are not outputs.
+def _checked_split(name: str, split: Any, transposed: bool) -> Any:
+    """Return the split of a matrix, which has to name a side if rows are not outputs.
 
-    GPT-2's query, key and value are columns of the tensor that is stored, and rows of the
-    matrix that Muon takes. A number alone could mean either.
+    In GPT-2, query, key and value are columns of the stored tensor, but rows of the matrix
+    that Muon orthogonalizes. A number alone could mean columns or rows.
     """
-    split = parts.get(name)
     if transposed and split is not None and not isinstance(split, Mapping):
         raise ValueError(
             f"split={{{name!r}: {split!r}}}, whose layer stores (inputs, outputs): write "
@@ -289,7 +295,7 @@ def _made(
     transposed: bool,
     factor: float,
 ) -> FunctionalOptimizer:
-    """Return the value of a part, whose lr is that of its rule times a factor."""
+    """Return the optimizer of a part, whose lr is its rule's lr times a factor."""
     check_number("multiplier of lr", "lr_multipliers", factor)
     scale = factor if rate is lr or not lr else factor * rate / lr
     most = max_lr if max_lr is None or scale == 1 else max_lr * scale
@@ -299,10 +305,10 @@ def _made(
 
 
 class LateChooser:
-    """The kinds of parameters in groups that are added to a MuonAdamW later.
+    """The kinds of the parameters in groups that are added to a MuonAdamW later.
 
-    Those of the model are chosen among as at construction, by the model as it is now. All
-    others are AdamW's, because their layers are not known.
+    Parameters of the model get the kind that a new MuonAdamW of the model would give them.
+    All other parameters are updated by AdamW, because their layers are not known.
     """
 
     def __init__(
@@ -322,7 +328,7 @@ class LateChooser:
         self._all_decay = all_decay
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes without the model: a copy's groups are of another one."""
+        """Return the attributes without the model, to which a copy does not belong."""
         return {**self.__dict__, "_model": None}
 
     def _paths(self) -> dict[int, str]:
@@ -335,7 +341,7 @@ class LateChooser:
         return [paths.get(id(p)) for p in params]
 
     def parts(self, pairs: list[tuple[str, Tensor]], rule: str | None) -> list[Part]:
-        """Return the parts of named parameters; `rule` is the one that the group names."""
+        """Return the parts of named parameters; `rule` is the rule that the group names."""
         matrices = self._made(*self._rules[0], *_Kind(0, None, False, 1.0))
         rules = [rule_name(matrices), "adamw"]
         if rule not in (None, *rules):
@@ -350,8 +356,8 @@ class LateChooser:
             if rule == rules[0] or (rule is None and kind in MATRICES):
                 number = 0
             transposed = number == 0 and kind == TRANSPOSED
-            own_split = self._of("split", name, None) if number == 0 else None
-            split = _split_of(name, {name: own_split}, transposed)
+            split = self._of("split", name, None) if number == 0 else None
+            split = _checked_split(name, split, transposed)
             factor = self._of("lr_multipliers", name, 1.0)
             how = _Kind(number, split, transposed, factor)
             options = self._of("overrides", name, {})
@@ -369,7 +375,7 @@ class LateChooser:
         return next((x for k, x in patterns.items() if fnmatchcase(plain, k)), usual)
 
     def _kinds(self, pairs: list[tuple[str, Tensor]]) -> dict[str, str]:
-        """Return the kinds of those that are in the model now, by their given names."""
+        """Return the kinds of the parameters that are in the model now, by given name."""
         paths = self._paths()
         inside = [(name, path) for name, p in pairs if (path := paths.get(id(p)))]
         model = None if self._model is None else self._model()
@@ -409,7 +415,7 @@ def NorMuonAdamW(  # noqa: D417
 
 
 class HiddenMatrices:
-    """The predicate that `hidden_matrices` makes. Its `str` has a line for each kind."""
+    """The predicate that `hidden_matrices` returns. `str` shows one line for each kind."""
 
     __name__ = "hidden_matrices"
 
@@ -449,43 +455,48 @@ def hidden_matrices(
 ) -> HiddenMatrices:
     """Return a predicate that selects hidden matrices, for `Mixed` and `partition`.
 
-    The predicate selects weights with at least two dimensions, stacks of matrices (three
-    dimensions, like the weights of experts), and matrices of experts. It does not select
-    embeddings and weights that are tied to an embedding, output layers, routers and gates,
-    matrices with a single row or column, weights of 1-d convolutions, and other parameters
-    without "weight" in their name (class tokens, positions).
+    The predicate selects weights with at least two dimensions, stacks of matrices
+    (parameters with three dimensions, like the weights of experts), and matrices of
+    experts. The predicate does not select embeddings, weights that are tied to an
+    embedding, output layers, routers, gates, matrices with a single row or column, or
+    weights of 1-d convolutions. It also does not select other parameters without "weight"
+    in their name, such as class tokens and positions.
 
-    A layer is an output layer if the model declares it as one (get_output_embeddings of
-    transformers, get_classifier of timm), if it has a typical name (lm_head, mtp_heads,
-    unembed, logits, classifier, policy, actor, ...), if it is the last layer of a head with
-    several layers, or if it is an nn.Linear with the shape of the largest embedding. If no
-    layer meets these conditions, the last nn.Linear is the output layer, unless it is
-    inside a repeated block, as in a pipeline stage or a backbone. A layer is a router if
-    its name says so. A layer that is named a gate counts as a gate only if its shape
-    differs from its neighbours, which is not the case in a gated MLP.
-    `print(hidden_matrices(model))` shows the result.
+    A layer is an output layer if the model declares it as an output layer
+    (get_output_embeddings in transformers, get_classifier in timm), if it has a typical
+    name (lm_head, mtp_heads, unembed, logits, classifier, policy, actor, ...), if it is the
+    last layer of a head with several layers, or if it is an nn.Linear with the shape of the
+    largest embedding. If no layer meets any of these conditions, the last nn.Linear is the
+    output layer, unless it is inside a repeated block, as in a pipeline stage or a
+    backbone. A layer is a router if its name contains "router". A layer named "gate" or
+    "gating" is a gate only if no weight next to it has the same shape, so the gate of a
+    gated MLP is selected. `print(hidden_matrices(model))` shows which parameters are
+    selected.
 
-    Parameters with three dimensions are orthogonalized matrix by matrix. Parameters with
-    more dimensions are flattened, like the weights of convolutions, except that experts
-    with more than three dimensions raise an error.
+    Muon orthogonalizes parameters with three dimensions matrix by matrix. Parameters with
+    more dimensions, such as the weights of convolutions, are flattened into one matrix.
+    However, weights of experts with more than three dimensions raise an error.
 
-    Some layers store their weight as (inputs, outputs): transformers' Conv1D of GPT-2,
-    experts of transformers that say `is_transposed`, and nn.ConvTranspose2d and 3d without
-    groups. print(hidden_matrices(model)) lists these layers on a separate line, and
-    `MuonAdamW` orthogonalizes their transposed weights. In a `Mixed` or `partition`, add a
-    part with `muon(transposed=True)` for them.
+    Some layers store their weight as (inputs, outputs): Conv1D in transformers' GPT-2,
+    experts in transformers with the attribute `is_transposed`, and nn.ConvTranspose2d and
+    nn.ConvTranspose3d without groups. print(hidden_matrices(model)) lists these layers on a
+    separate line, and `MuonAdamW` orthogonalizes their transposed weights. In a `Mixed` or
+    `partition`, add a part with `muon(transposed=True)` for these layers.
 
     Args:
         model: The model with the parameters.
-        exclude: Names or patterns (`fnmatch`) of parameters that are not selected.
-        include: Names or patterns of parameters that are selected, unless excluded.
+        exclude: Names or patterns (`fnmatch`) of parameters that the predicate does not
+            select.
+        include: Names or patterns of parameters that the predicate selects, unless they
+            match `exclude`.
         transposed: Names or patterns of selected parameters that are stored as (inputs,
-            outputs) in other layers than the ones above.
+            outputs). The layers listed above are recognized without this option.
 
     Raises:
-        ValueError: A name or pattern matches no parameter, a name or pattern in
-            `transposed` matches no selected parameter, or experts have four or more
-            dimensions, such as (layers, experts, rows, columns), and no option names them.
+        ValueError: A name or pattern matches no parameter, `transposed` matches a parameter
+            that is not selected, or the weights of experts have four or more dimensions,
+            such as (layers, experts, rows, columns), and neither `include` nor `exclude`
+            matches them.
 
     >>> layers = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5)
     >>> model = nn.Sequential(*layers)
@@ -551,7 +562,7 @@ def _matching(
 
 
 def _kind(name: str, p: Tensor, module: nn.Module, named: Mapping[str, Tensor]) -> str:
-    """Return what a parameter is, if it is no embedding and no output layer."""
+    """Return the kind of a parameter that is neither an embedding nor an output layer."""
     *above, short = name.split(".")
     module_name = next((x for x in reversed(above) if not x.isdigit()), "")
     if p.dim() < 2:
@@ -610,7 +621,7 @@ def _outputs(model: nn.Module, tables: Sequence[nn.Module]) -> set[int]:
 
 
 def _last_layers(head: nn.Module, repeated: bool) -> Sequence[nn.Module]:
-    """Return the layers of a head that have its results; `repeated`: it is in a block."""
+    """Return the last layers of a head. `repeated` is True in a repeated block."""
     inside = [*head.children()]
     if not inside:
         return [head] if any(p.dim() == 2 for p in head.parameters()) else []

@@ -28,17 +28,20 @@ class NAdam(Coupled, name="nadam"):
         d = (1 - mu_t) / (1 - M_t) * g + mu_{t+1} / (1 - M_{t+1}) * m
         p <- p - lr * d / (sqrt(vhat) + eps)
 
-    Here vhat = v / (1 - b2^t). The momentum mu rises from b1 / 2 to b1.
+    Here vhat = v / (1 - b2^t). The momentum mu_t rises from b1 / 2 to b1 during the run.
 
     Args:
-        betas: b1 and b2, each in [0, 1): the fractions of m and v that a step keeps.
-        eps: Added to the square root in the divisor, after the bias correction.
-        weight_decay: Decay coefficient. By default weight_decay * p is added to the
-            gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
-            instead; with decouple_lr=True, lr / max_lr * weight_decay * p.
-        momentum_decay: How fast mu rises per step; larger values are faster.
-        decouple_wd: Subtract decay directly from the parameter instead of adding it to the
-            gradient.
+        betas: b1 and b2, each in [0, 1): the fractions of m and v that carry over from one
+            step to the next.
+        eps: Added to the square root of the bias-corrected second moment in the divisor.
+        weight_decay: Coefficient of weight decay. By default, weight_decay * p is added to
+            the gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
+            instead. With decouple_lr=True, lr / max_lr * weight_decay * p is subtracted
+            from p.
+        momentum_decay: How fast mu_t rises per step. With a larger momentum_decay, mu_t
+            rises faster.
+        decouple_wd: Subtract weight decay directly from the parameter instead of adding it
+            to the gradient.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 

@@ -1,4 +1,4 @@
-"""NorMuon (Li et al. 2025): Muon with rows of one length."""
+"""NorMuon (Li et al. 2025): Muon whose steps have rows of about equal length."""
 
 from typing import NamedTuple
 
@@ -14,27 +14,28 @@ __all__ = ["NorMuon", "normuon", "normuon_init", "normuon_step"]
 
 
 class NorMuon(Muon, name="normuon"):
-    """NorMuon: Muon with steps whose rows have about equal length.
+    """NorMuon: Muon whose steps have rows of about equal length.
 
         O  = X of Muon, before s
         r <- row_beta * r + (1 - row_beta) * mean over columns of O^2
         N  = O / (sqrt(r) + 1e-10)
         p <- p - lr * s * N * ||O|| / (||N|| + 1e-10) - lr * weight_decay * p
 
-    A step of Muon has equal singular values, but some of its rows (the neurons of a layer)
-    are much longer than others. NorMuon divides each row by its usual length, and scales
-    the step back to the length of Muon's step. r stores one value for each row, in float32
-    or wider. r starts at 0 and needs no bias correction, because the division by the norm
-    removes the bias. Norms are computed for each complete matrix, even if the matrix is
-    sharded or is part of a stack or of a `split`. If `split` cuts between columns, r has a
-    column for each part. With `transposed`, rows are the outputs.
+    A Muon step has equal singular values, but some rows of the step (the neurons of a
+    layer) are much longer than other rows. NorMuon divides each row by its average length
+    in recent steps, and then scales the whole step back to the norm of Muon's step. r
+    stores one value for each row, in float32 or wider. r starts at 0 and needs no bias
+    correction, because dividing by ||N|| removes the bias. The norms are those of complete
+    matrices, even if a matrix is sharded. Each matrix of a stack, and each part of a
+    `split`, has its own norm. If `split` cuts between columns, r has one column for each
+    part. With transposed=True, the rows are the outputs of the layer.
 
     Args:
-        row_beta: Fraction of r that a step keeps, in [0, 1).
+        row_beta: Fraction of r that carries over from one step to the next, in [0, 1).
         element_beta: An option of Muon that NorMuon does not accept.
 
-    Arguments not named here are those of `Muon`, or shared by all optimizers: see
-    `BaseOptimizer`.
+    Arguments not named here are described under `Muon`, or under `BaseOptimizer` if all
+    optimizers share them.
 
     References:
         Li et al., "NorMuon: Making Muon more efficient and scalable", arXiv:2510.05491.

@@ -20,7 +20,7 @@ __all__ = ["Prodigy", "prodigy", "prodigy_init", "prodigy_step"]
 
 
 def kept_for(p: Tensor, kept: MomentStorage) -> MomentStorage:
-    """Return float32 for float16, in which d * g would be 0 as long as d is small."""
+    """Return float32 in place of float16, in which d * g would be 0 while d is small."""
     low = dtype_in(p, kept) == torch.float16 and not in_codes(p, kept)
     return torch.float32 if low else kept
 
@@ -34,39 +34,43 @@ class Prodigy(Body, name="prodigy"):
         p <- p - lr_t * (m / (sqrt(v) + d * eps) + weight_decay * p)
         d <- max(d, d_coef * r / sum(|s|))
 
-    The sums are over all parameters of a param group, and p0 is the parameter before its
-    first step. d grows from d0 as long as gradients keep pointing away from p0, that is, up
-    to about the distance between p0 and the solution. Use an lr of 1, with a schedule that
-    ends at 0.
+    The sums run over all parameters of a param group, and p0 is the value of a parameter
+    before its first step. d grows from d0 as long as the gradients keep moving the
+    parameters away from p0, up to about the distance between p0 and the solution. Use an lr
+    of 1, with a schedule that ends at 0.
 
-    `optimizer.param_groups[i]["d"]` is the current d, which you can log. You cannot set d,
-    because it is computed from the state, but d_coef multiplies it. Each param group has
-    its own d. If several saved groups are loaded into one group, it continues with the d
-    that was saved for its first parameter.
+    You can read the current d from `optimizer.param_groups[i]["d"]`, for example to log it.
+    You cannot set d, because d is computed from the state, but you can scale d with d_coef.
+    Each param group has its own d. If several saved groups are loaded into one group, that
+    group continues with the d that was saved for its first parameter.
 
-    As in the paper, eps is multiplied by the d of the previous step, so that gradient
-    release gives the same steps; the authors' code uses the new d. s is stored in float32
-    in every storage mode, and so is v unless it is stored in 8 bits, because s and v could
-    not change by small amounts in bfloat16. Where m would be float16, it is stored in
-    float32, because d * g would underflow.
+    As in the paper, eps is multiplied by the d of the previous step, so that steps are the
+    same with and without gradient release. The authors' code multiplies eps by the new d
+    instead. s is stored in float32 in every storage mode, and v is stored in float32 or in
+    8 bits, because bfloat16 could not represent the small changes of s and v. If m would be
+    stored in float16, it is stored in float32 instead, because d * g would underflow in
+    float16.
 
     Args:
-        lr: Factor on d, usually a schedule that starts at 1. With a warmup, set
-            safeguard_warmup.
-        betas: b1 and b2, each in [0, 1): the fractions of m and v that a step keeps.
-        weight_decay: Decay coefficient. It is multiplied by d * lr, or by d * lr / max_lr
-            with decouple_lr=True.
-        eps: Multiplied by d and then added to the square root of v.
-        beta3: b3, in [0, 1): the fraction of r and s that a step keeps. None: sqrt(b2).
-        d0: The initial d. With it, steps should be far too small for any problem.
+        lr: Factor on d, usually a schedule that starts at 1. If the schedule has a warmup,
+            set safeguard_warmup=True.
+        betas: b1 and b2, each in [0, 1): the fractions of m and v that carry over from one
+            step to the next.
+        weight_decay: Coefficient of weight decay, which each step multiplies by d * lr, or
+            by d * lr / max_lr if decouple_lr=True.
+        eps: The product d * eps is added to the square root of v.
+        beta3: b3, in [0, 1): the fraction of r and s that carries over from one step to the
+            next. None means sqrt(b2).
+        d0: The initial value of d, which should be so small that the first steps are far
+            too short for any problem.
         d_coef: Factor on the estimates of d, usually from 0.5 to 2.
-        growth_rate: The largest factor by which d grows in a step, at least 1. It does not
-            limit the step from d0 to the first estimate.
+        growth_rate: The largest factor by which d can grow in one step, at least 1.
+            growth_rate does not limit the growth from d0 to the first estimate.
         use_bias_correction: Multiply lr_t by sqrt(1 - b2^t) / (1 - b1^t), as Adam does.
         safeguard_warmup: Use d instead of lr_t in the update of s. The small lr of a warmup
             would otherwise make s too small and d too large.
-        share_d: Use one d for all param groups, like the authors' package. All groups
-            should have the same lr.
+        share_d: Use one d for all param groups, as the authors' package does. All groups
+            should then have the same lr.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
@@ -157,11 +161,11 @@ class Prodigy(Body, name="prodigy"):
         return d * (1 - b2**t) ** 0.5 / (1 - b1**t) if self.use_bias_correction else d
 
     def weight(self, t: Scalar, d: Scalar) -> Scalar:
-        """Return the factor of <g, x0 - x> in r."""
+        """Return the factor on sum(g * (p0 - p)) in r."""
         return d / self.d0 * (self.move(t, d) * self.lr)
 
     def _unit_of(self, group: Group) -> list[Group]:
-        """Return the groups that have one d with a group."""
+        """Return the groups that share one d with a group."""
         alike = [x for x in self.param_groups if x["share_d"]]
         return alike if group["share_d"] else [group]
 
@@ -177,10 +181,11 @@ class Prodigy(Body, name="prodigy"):
             )
 
     def functional(self) -> tuple[FunctionalOptimizer, TreeState]:
-        """Return `Checkpoints.functional`, if there is one d.
+        """Return a pure optimizer and its state, as `BaseOptimizer.functional` does.
 
         Raises:
-            ValueError: Also for several groups, each with a d of its own.
+            ValueError: There are several groups, each with its own d. All errors of
+                `BaseOptimizer.functional` are raised, too.
         """
         if len(self._unit_of(self.param_groups[0])) < len(self.param_groups):
             raise ValueError(

@@ -14,7 +14,7 @@ __all__ = ["RAdam", "radam", "radam_init", "radam_step"]
 
 
 def rectification(t: Scalar, beta2: Scalar, least: float) -> tuple[bool | Tensor, Scalar]:
-    """Return rho > least, which must be at least 4, and r."""
+    """Return whether rho > least, and return r. `least` must be at least 4."""
     decayed = beta2**t
     rho_inf = 2.0 / (1.0 - beta2) - 1.0
     rho = rho_inf - 2.0 * t * decayed / (1.0 - decayed)
@@ -41,13 +41,13 @@ class Rectified(Moments):
 
 
 def _our_options(group: Group) -> Group:
-    """Return what is the default of optimi_func.optim.RAdam, whose groups leave it out."""
+    """Return torch_form=True for groups of optimi_func.optim.RAdam, which leave it out."""
     theirs = group.get("torch_form") == {} and "decouple_wd" not in group
     return {"torch_form": True} if theirs else {}
 
 
 class RAdam(Rectified, name="radam"):
-    """RAdam: Adam that divides by the second moment only after enough gradients.
+    """RAdam: Adam that divides by the second moment only after averaging enough gradients.
 
         rho_inf = 2 / (1 - b2) - 1,   rho = rho_inf - 2 * t * b2^t / (1 - b2^t)
         r^2 = (rho - 4)(rho - 2) rho_inf / ((rho_inf - 4)(rho_inf - 2) rho)
@@ -58,14 +58,17 @@ class RAdam(Rectified, name="radam"):
     replaces the warmup that Adam needs.
 
     Args:
-        betas: b1 and b2, each in [0, 1): the fractions of m and v that a step keeps.
-        weight_decay: Decay coefficient. By default weight_decay * p is added to the
-            gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
-            instead; with decouple_lr=True, lr / max_lr * weight_decay * p.
-        eps: Added to the square root in the divisor, after the bias correction.
-        decouple_wd: Subtract decay directly from the parameter instead of adding it to the
-            gradient.
-        torch_form: Add eps to the square root before the bias correction, like torch.optim.
+        betas: b1 and b2, each in [0, 1): the fractions of m and v that carry over from one
+            step to the next.
+        weight_decay: Coefficient of weight decay. By default, weight_decay * p is added to
+            the gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
+            instead. With decouple_lr=True, lr / max_lr * weight_decay * p is subtracted
+            from p.
+        eps: Added to the square root of the bias-corrected second moment in the divisor.
+        decouple_wd: Subtract weight decay directly from the parameter instead of adding it
+            to the gradient.
+        torch_form: Add eps to the square root before the bias correction, as
+            torch.optim.RAdam does.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 

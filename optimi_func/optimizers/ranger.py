@@ -17,16 +17,17 @@ class Ranger(Rectified, name="ranger"):
         slow <- slow + alpha * (p - slow),   p <- slow      every k-th step of RAdam
 
     Args:
-        betas: b1 and b2, each in [0, 1): the fractions of m and v that a step keeps.
-        weight_decay: Decay coefficient. It is multiplied by lr, or by lr / max_lr with
-            decouple_lr=True. With decouple_wd=False, weight_decay * p is added to the
-            gradient instead.
-        eps: Added to the square root in the divisor, after the bias correction.
+        betas: b1 and b2, each in [0, 1): the fractions of m and v that carry over from one
+            step to the next.
+        weight_decay: Coefficient of weight decay, which each step multiplies by lr, or by
+            lr / max_lr if decouple_lr=True. With decouple_wd=False, weight_decay * p is
+            added to the gradient instead.
+        eps: Added to the square root of the bias-corrected second moment in the divisor.
         k: Number of steps from one pull to the next, at least 1.
         alpha: Fraction of the distance to p by which each pull moves the slow weights, in
             [0, 1].
-        decouple_wd: Subtract decay directly from the parameter instead of adding it to the
-            gradient.
+        decouple_wd: Subtract weight decay directly from the parameter instead of adding it
+            to the gradient.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 

@@ -29,24 +29,26 @@ class RMSprop(Coupled, name="rmsprop"):
         v <- alpha * v + (1 - alpha) * g^2
         p <- p - lr * g / (sqrt(v) + eps)
 
-    With momentum, the step is lr * b with b <- momentum * b + g / (sqrt(v) + eps). With
-    centered=True, v - m^2 replaces v, where m is the mean gradient. The divisor is then a
-    standard deviation.
+    With momentum, lr * b is subtracted from p, where b <- momentum * b + g / (sqrt(v) +
+    eps). With centered=True, v - m^2 replaces v, where m is the mean gradient, so that the
+    divisor is a standard deviation.
 
     Args:
-        alpha: Fraction of v (and of m) that a step keeps.
+        alpha: Fraction of v (and of m) that carries over from one step to the next.
         eps: Added to the square root of v.
-        weight_decay: Decay coefficient. By default weight_decay * p is added to the
-            gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
-            instead; with decouple_lr=True, lr / max_lr * weight_decay * p.
-        momentum: Fraction of b that a step keeps; 0 needs no buffer. It may change during a
-            run.
-        centered: Divide by the root of the variance instead of the mean square.
+        weight_decay: Coefficient of weight decay. By default, weight_decay * p is added to
+            the gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
+            instead. With decouple_lr=True, lr / max_lr * weight_decay * p is subtracted
+            from p.
+        momentum: Fraction of b that carries over from one step to the next. With
+            momentum=0, b is not stored. The momentum may change during a run.
+        centered: Divide by the root of the gradient's variance instead of the root of its
+            mean square.
         tf_like: Use TensorFlow's formula, with which many results in reinforcement learning
-            were obtained. v begins at 1, and eps is added to v before the square root is
-            taken.
-        decouple_wd: Subtract decay directly from the parameter instead of adding it to the
-            gradient.
+            were obtained. In this formula, v begins at 1, and eps is added to v before the
+            square root is taken.
+        decouple_wd: Subtract weight decay directly from the parameter instead of adding it
+            to the gradient.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 

@@ -26,17 +26,18 @@ class Rprop(Body, name="rprop", lr="inside"):
         g <- 0 where g * g_prev < 0
         p <- p - sign(g) * size
 
-    Step sizes are kept between the two step_sizes. Rprop is made for gradients over all of
-    the data, because the noise of mini-batches flips signs. lr is only the initial step
-    size, so schedules have no effect.
+    Each step size is limited to the range that step_sizes gives. Rprop is made for
+    gradients that are computed from the whole data set, because the noise of mini-batches
+    flips the signs of gradients. lr is only the initial step size, so learning-rate
+    schedules have no effect.
 
     Args:
-        lr: The first step size of every element.
-        etas: The factors a and b by which a step size shrinks or grows: a in (0, 1), b
-            above 1.
+        lr: The initial step size of every element.
+        etas: The factors a and b. A step size shrinks by the factor a, in (0, 1), and grows
+            by the factor b, above 1.
         step_sizes: The smallest and the largest step size.
-        weight_decay: Decay coefficient. It is multiplied by lr, or by lr / max_lr with
-            decouple_lr=True. torch's Rprop has no weight decay.
+        weight_decay: Coefficient of weight decay, which each step multiplies by lr, or by
+            lr / max_lr if decouple_lr=True. torch's Rprop has no weight decay.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 

@@ -2,9 +2,9 @@
 
     z <- z + u,   x <- (1 - c) * x + c * z,   y <- (1 - b1) * z + b1 * x
 
-u is the move of the rule, computed at y, and x is the weighted average of all z. The
-parameter is y, where gradients are taken; the model is evaluated at x. x is not stored,
-because x = (y - (1 - b1) * z) / b1.
+u is the update that the rule computes at y, and x is a weighted average of all z. The
+parameter holds y, at which gradients are computed, and the model is evaluated at x. x is
+not stored, because it can be computed as x = (y - (1 - b1) * z) / b1.
 """
 
 from typing import Any, NamedTuple
@@ -52,19 +52,20 @@ class Averaging(NamedTuple):
 class ScheduleFreeOptimizer(Evaluated, Body):
     """Base class of the Schedule-Free optimizers.
 
-    z is stored in float32 in every storage mode, and so is v unless it is stored in 8 bits,
-    because bfloat16 could not represent their small changes. lr may have a schedule.
+    z is stored in float32 in every storage mode, and v is stored in float32 or in 8 bits,
+    because bfloat16 could not represent the small changes of z and v. lr may have a
+    schedule.
 
     Args:
-        betas: b1, in (0, 1): the share of x in y; b2, in [0, 1): the fraction of v that a
-            step keeps.
-        weight_decay: Decay coefficient. It is multiplied by lr, or by lr / max_lr with
-            decouple_lr=True. The decay is applied to y.
-        eps: Added to the square root in the divisor, after the bias correction.
+        betas: b1 and b2. b1, in (0, 1), is the fraction of x in y = (1 - b1) * z + b1 * x.
+            b2, in [0, 1), is the fraction of v that carries over from one step to the next.
+        weight_decay: Coefficient of weight decay, which each step multiplies by lr, or by
+            lr / max_lr if decouple_lr=True. Weight decay is computed from y, not from z.
+        eps: Added to the square root of the bias-corrected second moment in the divisor.
         warmup_steps: Number of steps over which lr grows linearly from 0.
-        r: The exponent of the step count in the weight of a step.
-        weight_lr_power: The exponent of the largest lr so far in the weight of a step. This
-            lr includes the warmup.
+        r: The exponent of the step number t in the weight of step t in the average.
+        weight_lr_power: The exponent of the largest lr so far, including the warmup, in the
+            weight of step t in the average.
     """
 
     class Running(NamedTuple):
@@ -73,16 +74,16 @@ class ScheduleFreeOptimizer(Evaluated, Body):
         beta1: Scalar = 0.0  # b1 of the last step, which made y; 0 while W is 0
 
     def share(self: Any) -> Scalar:
-        """Return b1, the share of x in y."""
+        """Return b1, the fraction of x in y."""
         return self.betas[0]
 
     def warmed(self: Any, t: Scalar) -> Scalar:
-        """Return the factor on lr at step t, for its warmup."""
+        """Return the factor by which the warmup multiplies lr at step t."""
         warmup = self.warmup_steps
         return where(t < warmup, t / where(warmup > 0, warmup, 1.0), 1.0)
 
     def averaging(self: Any, t: Scalar, r: "Running") -> Averaging:
-        """Return the averaging of step t."""
+        """Return the coefficients with which step t updates the averages."""
         b1, now = self.share(), self.lr * self.warmed(t)
         top = where(now > r.lr_max, now, r.lr_max)
         # The derivative of a power of 0 is not finite, so another base takes its place.
@@ -131,19 +132,22 @@ class ScheduleFreeSGD(ScheduleFreeOptimizer, name="schedule_free_sgd"):
         z <- z - lr_t * (g + weight_decay * y)
         x <- (1 - c) * x + c * z,   y <- (1 - momentum) * z + momentum * x
 
-    The gradient g is computed at the parameter y, and you evaluate with the average x. Step
-    t has the weight t^r * max(lr_1, ..., lr_t)^weight_lr_power. Its share c in the average
-    is this weight divided by the sum of all weights so far.
+    The gradient g is computed at the parameter y, and you evaluate the model with the
+    average x. In this average, step t has the weight t^r * max(lr_1, ...,
+    lr_t)^weight_lr_power. c is the weight of step t divided by the sum of all weights so
+    far.
 
     Wherever you call `model.train()` or `model.eval()`, also call the same method of the
     optimizer. In eval mode the parameters hold the average x, and a step raises an error.
     lr needs a warmup, but no other schedule.
 
     Args:
-        lr: Learning rate, usually ten times that of SGD with momentum 0.9.
-        momentum: The share of x in y, in (0, 1).
+        lr: Learning rate, usually ten times the learning rate of SGD with a momentum of
+            0.9.
+        momentum: The fraction of x in y, in (0, 1).
 
-    Arguments not named here are those of `ScheduleFreeOptimizer` and `BaseOptimizer`.
+    Arguments not named here are described under `ScheduleFreeOptimizer` and
+    `BaseOptimizer`.
 
     References:
         Defazio et al., "The Road Less Scheduled", arXiv:2405.15682, as in the
@@ -179,7 +183,7 @@ class ScheduleFreeSGD(ScheduleFreeOptimizer, name="schedule_free_sgd"):
 
 
 class Squares(ScheduleFreeOptimizer):
-    """Base class of those with a second moment."""
+    """Base class of the Schedule-Free optimizers with a second moment."""
 
     lr: Float = Float(2.5e-3)
     betas: Betas = Betas(0.9, 0.999)
@@ -208,9 +212,10 @@ class ScheduleFreeAdamW(Squares, name="schedule_free_adamw"):
         z <- z - lr_t * (g / (sqrt(vhat) + eps) + weight_decay * y)
         x <- (1 - c) * x + c * z,   y <- (1 - b1) * z + b1 * x
 
-    The gradient g is computed at the parameter y, and you evaluate with the average x. vhat
-    = v / (1 - b2^t). Step t has the weight t^r * max(lr_1, ..., lr_t)^weight_lr_power. Its
-    share c in the average is this weight divided by the sum of all weights so far.
+    Here vhat = v / (1 - b2^t). The gradient g is computed at the parameter y, and you
+    evaluate the model with the average x. In this average, step t has the weight t^r *
+    max(lr_1, ..., lr_t)^weight_lr_power. c is the weight of step t divided by the sum of
+    all weights so far.
 
     Wherever you call `model.train()` or `model.eval()`, also call the same method of the
     optimizer. In eval mode the parameters hold the average x, and a step raises an error.
@@ -219,7 +224,8 @@ class ScheduleFreeAdamW(Squares, name="schedule_free_adamw"):
     Args:
         lr: Learning rate, usually larger than AdamW's.
 
-    Arguments not named here are those of `ScheduleFreeOptimizer` and `BaseOptimizer`.
+    Arguments not named here are described under `ScheduleFreeOptimizer` and
+    `BaseOptimizer`.
 
     References:
         Defazio et al., "The Road Less Scheduled", arXiv:2405.15682, as in the
@@ -249,8 +255,8 @@ class ScheduleFreeRAdam(Squares, name="schedule_free_radam"):
         r_t^2 = (rho - 4)(rho - 2) rho_inf / ((rho_inf - 4)(rho_inf - 2) rho)
         lr_t = lr * r_t  once rho > 4, before: 0
 
-    Everything else is the same as in `ScheduleFreeAdamW`. With silent_sgd_phase=False,
-    steps with rho <= 4 are steps of SGD: z <- z - lr * (g + weight_decay * y).
+    All other formulas are the same as in `ScheduleFreeAdamW`. With silent_sgd_phase=False,
+    steps with rho <= 4 are SGD steps: z <- z - lr * (g + weight_decay * y).
 
     Wherever you call `model.train()` or `model.eval()`, also call the same method of the
     optimizer. In eval mode the parameters hold the average x, and a step raises an error.
@@ -258,10 +264,11 @@ class ScheduleFreeRAdam(Squares, name="schedule_free_radam"):
 
     Args:
         lr: Learning rate, usually larger than RAdam's.
-        silent_sgd_phase: Do not move the parameters while rho <= 4. False: move by lr * g
-            and decay.
+        silent_sgd_phase: Do not move the parameters while rho <= 4. With False, these steps
+            are SGD steps with weight decay.
 
-    Arguments not named here are those of `ScheduleFreeOptimizer` and `BaseOptimizer`.
+    Arguments not named here are described under `ScheduleFreeOptimizer` and
+    `BaseOptimizer`.
 
     References:
         Defazio et al., "The Road Less Scheduled", arXiv:2405.15682, as in the
@@ -274,7 +281,7 @@ class ScheduleFreeRAdam(Squares, name="schedule_free_radam"):
     >>> for _ in range(6):
     ...     w.grad = torch.ones(2)
     ...     optimizer.step()
-    >>> w.detach()  # four steps have only measured
+    >>> w.detach()  # the first four steps do not move w
     tensor([0.9886, 0.9886])
     """
 

@@ -13,26 +13,28 @@ __all__ = ["Scion", "scion", "scion_init", "scion_step"]
 
 
 class Scion(Muon, name="scion"):
-    """Scion: step along the momentum by a fixed length, measured in a norm for the layer.
+    """Scion: step along the momentum by a fixed length, in a norm that suits the layer.
 
         b <- momentum * b + (1 - momentum) * g
         p <- p - lr * radius * L(b) - lr * weight_decay * p
 
-    L(b) has a norm of 1. For a matrix with m rows and n columns it is sqrt(m / n) times
-    Muon's X, or sign(b) / n with norm="sign"; for a vector it is b divided by its root mean
-    square. With a weight_decay of 1, parameters that begin inside the ball of this radius
-    stay inside it. With these norms, one lr and one radius work for all widths.
+    L(b) has a norm of 1. For a matrix with m rows and n columns, L(b) is sqrt(m / n) times
+    Muon's X, or sign(b) / n if norm="sign". For a vector, L(b) is b divided by the root
+    mean square of b. With a weight_decay of 1, parameters that begin inside the ball with
+    the given radius stay inside this ball. With these norms, the same lr and radius work
+    for models of all widths.
 
     Args:
-        weight_decay: Factor on lr * p. 1 selects the constrained variant and 0 the
-            unconstrained one.
-        momentum: Fraction of b that a step keeps, in [0, 1). It is 1 minus the authors'
-            momentum.
-        norm: "spectral", or "sign" for output layers and embeddings.
+        weight_decay: Factor on lr * p. The value 1 selects the paper's constrained variant,
+            and 0 selects the unconstrained variant.
+        momentum: Fraction of b that carries over from one step to the next, in [0, 1). This
+            momentum is 1 minus the momentum in the authors' code.
+        norm: The norm in which steps are measured: "spectral", or "sign" for output layers
+            and embeddings.
         radius: Factor on the step, and the radius of the ball that contains the parameters.
 
-    Arguments not named here are those of `Muon`, or shared by all optimizers: see
-    `BaseOptimizer`.
+    Arguments not named here are described under `Muon`, or under `BaseOptimizer` if all
+    optimizers share them.
 
     References:
         Pethick et al., "Training Deep Learning Models with Norm-Constrained LMOs",

@@ -25,17 +25,19 @@ class SGD(Body, name="sgd"):
     the step is along g.
 
     Args:
-        momentum: Fraction of b that a step keeps, in [0, 1); 0 needs no buffer. It may
-            change during a run.
-        weight_decay: Decay coefficient. By default weight_decay * p is added to the
-            gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
-            instead; with decouple_lr=True, lr / max_lr * weight_decay * p.
-        dampening: True makes b a moving average, with a dampening equal to momentum. A
-            number has the same meaning as in torch, where b begins as the first gradient.
-        decouple_wd: Subtract decay directly from the parameter instead of adding it to the
+        momentum: Fraction of b that carries over from one step to the next, in [0, 1). With
+            momentum=0, b is not stored. The momentum may change during a run.
+        weight_decay: Coefficient of weight decay. By default, weight_decay * p is added to
+            the gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
+            instead. With decouple_lr=True, lr / max_lr * weight_decay * p is subtracted
+            from p.
+        dampening: True makes b a moving average by setting the dampening to momentum. A
+            number has the same meaning as in torch.optim.SGD, where b begins as the first
             gradient.
-        torch_init: Also initialize b with the first gradient if dampening=True.
-        nesterov: Use Nesterov momentum, which needs momentum above 0 and no dampening.
+        decouple_wd: Subtract weight decay directly from the parameter instead of adding it
+            to the gradient.
+        torch_init: Initialize b with the first gradient even if dampening=True.
+        nesterov: Use Nesterov momentum, which requires a momentum above 0 and no dampening.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
@@ -77,7 +79,7 @@ class SGD(Body, name="sgd"):
 
     @choice
     def averages(self) -> bool:
-        """True if there is a momentum. A schedule's may be 0 at a step."""
+        """True if there is a momentum, even if its schedule is 0 at some steps."""
         return is_on(self.momentum)
 
     @property

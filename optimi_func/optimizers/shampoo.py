@@ -35,41 +35,45 @@ class Shampoo(SOAP, name="shampoo"):
         m <- b1 * m + (1 - b1) * g,      u = L^(-1/4) m R^(-1/4)
         p <- p - lr * u * ||a|| / ||u|| - lr * weight_decay * p
 
-    Here g is the gradient of a matrix, and u is scaled to the length of Adam's step a. m, L
-    and R are bias corrected. The order of the root is twice the number of sides that have a
-    factor: four if both sides of a matrix have a factor.
+    Here g is the gradient of a matrix, a is the step that Adam would take, and u is scaled
+    to the norm of a. m, L and R are used after bias correction. The order of the roots is
+    twice the number of dimensions that have a factor, so it is four if both dimensions of a
+    matrix have a factor.
 
-    KL-Shampoo (kl=True) fits both factors together to the covariance of the gradients. For
-    an m x n matrix
+    KL-Shampoo (kl=True) fits both factors jointly to the covariance of the gradients. For
+    an m x n matrix, its formulas are
 
         L <- b3 * L + (1 - b3) / n * g R^-1 g^T
         R <- b3 * R + (1 - b3) / m * g^T L^-1 g
         u = L^(-1/2) m R^(-1/2)
 
-    In this variant u already has the size of Adam's step, without storing Adam's v.
+    In KL-Shampoo, u already has the size of Adam's step, so Adam's v is not stored.
 
-    The first step only initializes L, R and their roots; it does not move the parameters
-    except by decay. After that, every precondition_frequency-th step ends with a
-    decomposition that computes new roots. KL-Shampoo instead stores eigenvectors and
-    eigenvalues. It recomputes the eigenvectors as QR(L Q). The eigenvalues are averages
-    over all steps, initialized to 0.1. Vectors, and matrices of which neither side has a
-    factor, are updated by Adam. Derivatives treat the roots as constants.
+    The first step only initializes L, R and their roots, and moves the parameters only by
+    weight decay. After that, every precondition_frequency-th step ends with a decomposition
+    of L and R that computes new roots. KL-Shampoo stores eigenvectors and eigenvalues
+    instead of roots. In every precondition_frequency-th step, KL-Shampoo recomputes the
+    eigenvectors as QR(L Q). The eigenvalues are moving averages over all steps, initialized
+    to 0.1. Vectors, and matrices without a factor for any dimension, are updated by Adam.
+    If you differentiate through a step, the roots are treated as constants.
 
     Args:
-        betas: b1, and the b2 of Adam's v, each in [0, 1).
-        weight_decay: Decay coefficient. It is multiplied by lr, or by lr / max_lr with
-            decouple_lr=True.
-        eps: Added to the square root of v, and to the product of roots in KL-Shampoo.
-        shampoo_beta: b3, in [0, 1): the fraction of L and R that a step keeps. A value
-            below 0 means b2.
+        betas: b1 and b2, each in [0, 1): the fractions of m and of Adam's v that carry over
+            from one step to the next.
+        weight_decay: Coefficient of weight decay, which each step multiplies by lr, or by
+            lr / max_lr if decouple_lr=True.
+        eps: Added to the square root of Adam's v and, in KL-Shampoo, to the product of the
+            roots by which m is divided.
+        shampoo_beta: b3, in [0, 1): the fraction of L and R that carries over from one step
+            to the next. A value below 0 means b2.
         correct_bias: Apply bias correction to m, v, L and R. KL-Shampoo's authors use
             False.
         kl: Use KL-Shampoo.
-        graft: Scale u to the length of Adam's step, which requires Adam's v. None means
-            True, or False for KL-Shampoo.
+        graft: Scale u to the norm of Adam's step, for which Adam's v has to be stored. None
+            means True for Shampoo and False for KL-Shampoo.
 
-    Arguments not named here are those of `SOAP`, or shared by all optimizers: see
-    `BaseOptimizer`.
+    Arguments not named here are described under `SOAP`, or under `BaseOptimizer` if all
+    optimizers share them.
 
     References:
         Gupta et al., "Shampoo: Preconditioned Stochastic Tensor Optimization",
@@ -107,7 +111,7 @@ class Shampoo(SOAP, name="shampoo"):
 
     @property
     def grafts(self) -> bool:
-        """True if steps have the length of Adam's."""
+        """True if steps are scaled to the norm of Adam's step."""
         return not self.kl if self.graft is None else self.graft
 
     def init(self, p: Tensor) -> Any:
@@ -166,7 +170,7 @@ class Shampoo(SOAP, name="shampoo"):
 
 
 def begun(factors: Squares) -> tuple[Tensor, Tensor]:
-    """Return KL-Shampoo's first eigenvectors and eigenvalues."""
+    """Return KL-Shampoo's initial eigenvectors and eigenvalues."""
     values, vectors = eigen(factors)
     return vectors, torch.full_like(values, KL_START)
 
@@ -178,7 +182,7 @@ def turned(factors: Squares, bases: Squares, values: Tensor) -> tuple[Tensor, Te
 
 
 def inverse_roots(factors: Squares, scale: Scalar) -> tuple[Tensor]:
-    """Return the inverse roots of all factors times a scale, in a vector."""
+    """Return the inverse roots of scale * factor for all factors, as one vector."""
     values, flat = eigen(factors)
     sides = {i: len(x) for i, x in factors.items()}
     roots: list[Tensor] = []
@@ -191,7 +195,7 @@ def inverse_roots(factors: Squares, scale: Scalar) -> tuple[Tensor]:
 
 
 def scaled(values: Tensor, sides: dict[int, int], dim: int) -> tuple[Tensor, Squares]:
-    """Return eigenvalues, whose inverse roots KL-Shampoo's authors bound, and these."""
+    """Return the eigenvalues, bounded as in KL-Shampoo's code, and their inverse roots."""
     most = [min(max(10.0, n), 4000.0) for n in sides.values() for _ in range(n)]
     values = values.maximum(values.new_tensor(most) ** -2)
     roots = zip(sides.items(), values.rsqrt().split([*sides.values()]))
@@ -199,7 +203,7 @@ def scaled(values: Tensor, sides: dict[int, int], dim: int) -> tuple[Tensor, Squ
 
 
 def fitted(g: Tensor, bases: Squares, scales: Squares) -> tuple[Tensor, Tensor]:
-    """Return what a gradient adds to KL-Shampoo's factors, and to their eigenvalues."""
+    """Return the terms that a gradient adds to KL-Shampoo's factors and eigenvalues."""
     z = rotated(g, bases)
     products: list[Tensor] = []
     sizes: list[Tensor] = []

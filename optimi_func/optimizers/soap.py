@@ -24,7 +24,7 @@ __all__ = ["SOAP", "soap", "soap_init", "soap_step"]
 
 
 class SOAP(Body, name="soap"):
-    """SOAP: Adam in the eigenbases of Shampoo's factors.
+    """SOAP: Adam in the eigenbases of Shampoo's factors L and R.
 
         L <- b3 * L + (1 - b3) * gg^T,   R <- b3 * R + (1 - b3) * g^Tg
         z  = Q_L^T g Q_R
@@ -32,32 +32,36 @@ class SOAP(Body, name="soap"):
         p <- p - lr * c * Q_L [m / (sqrt(v) + eps)] Q_R^T - lr * weight_decay * p
 
     Here g is the gradient of a matrix, and c = sqrt(1 - b2^(t-1)) / (1 - b1^(t-1)). Adam
-    normalizes each element of the gradient separately. SOAP first rotates the matrix, so
-    that it normalizes combinations of rows and columns that are nearly uncorrelated.
+    normalizes each element of the gradient separately. SOAP first rotates the gradient, and
+    therefore normalizes combinations of rows and columns that are nearly uncorrelated.
 
-    The first step only initializes L and R, and sets Q_L and Q_R to their eigenvectors; it
-    does not move the parameters except by decay. After that, every
-    precondition_frequency-th step ends with Q <- QR(L Q), which is expensive. v is then
-    sorted like the columns of Q, and m is rotated into the new bases. A pure step cannot
-    read its step count if it is traced or vmapped or runs on an accelerator; it then
-    computes new bases in every step. Derivatives treat the bases as constants.
+    The first step only initializes L and R and sets Q_L and Q_R to their eigenvectors, and
+    it moves the parameters only by weight decay. After that, every
+    precondition_frequency-th step ends with Q <- QR(L Q), which is expensive. This step
+    also reorders v like the columns of Q, and rotates m into the new bases. A pure step
+    that is traced, vmapped or run on an accelerator cannot read its step count. Such a step
+    always computes new bases, and uses them only if they are due. If you differentiate
+    through a step, the bases are treated as constants.
 
-    SOAP's state is stored in float32 or wider. It consists of m and v in the shape of p,
-    and of the vectors `factors` and `bases`, which have n^2 elements for each rotated side
-    of length n.
+    SOAP's state is stored in float32 or wider. The state consists of m and v, which have
+    the shape of p, and of the vectors `factors` and `bases`, which contain n^2 elements for
+    each rotated dimension of size n.
 
     Args:
-        betas: b1 and b2, each in [0, 1): the fractions of m and v that a step keeps.
-        weight_decay: Decay coefficient. It is multiplied by lr, or by lr / max_lr with
-            decouple_lr=True.
+        betas: b1 and b2, each in [0, 1): the fractions of m and v that carry over from one
+            step to the next.
+        weight_decay: Coefficient of weight decay, which each step multiplies by lr, or by
+            lr / max_lr if decouple_lr=True.
         eps: Added to the square root of v, before the bias correction.
-        shampoo_beta: b3, in [0, 1): the fraction of L and R that a step keeps. A value
-            below 0 means b2.
+        shampoo_beta: b3, in [0, 1): the fraction of L and R that carries over from one step
+            to the next. A value below 0 means b2.
         precondition_frequency: Number of steps from one change of the bases to the next.
-        max_precond_dim: The longest side that is rotated. By default an embedding is
-            rotated along its width only, and a convolution along each dimension.
-        merge_dims: Merge dimensions as long as their product is at most max_precond_dim.
-        precondition_1d: Rotate vectors too. By default Adam updates them.
+        max_precond_dim: The size of the longest dimension that is rotated. With the
+            default, an embedding with a larger vocabulary is rotated only along its width,
+            and a convolution is rotated along each dimension.
+        merge_dims: Merge neighbouring dimensions as long as the product of their sizes is
+            at most max_precond_dim.
+        precondition_1d: Rotate vectors too. By default, vectors are updated by Adam.
         normalize_grads: Divide the update of each parameter by the root mean square of that
             update.
         correct_bias: Apply bias correction. With False, c = 1.
@@ -66,8 +70,8 @@ class SOAP(Body, name="soap"):
 
     References:
         Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam", arXiv:2409.11321,
-        as in the authors' code, which however applies no decay in the first step, and in
-        later steps applies it after the update.
+        as in the authors' code. However, the authors' code applies no weight decay in the
+        first step, and in later steps it applies weight decay after the update.
 
     >>> w = torch.eye(2, requires_grad=True)
     >>> optimizer = SOAP([w], lr=0.1, weight_decay=0.0, compile=False)
@@ -114,7 +118,7 @@ class SOAP(Body, name="soap"):
         return sizes, {i: n for i, n in enumerate(sizes) if rotates and 1 < n <= most}
 
     def times(self, t: Scalar) -> tuple[Any, ...]:
-        """Return t, if it is above 1, the steps since 1, and if bases change after it."""
+        """Return t, whether t > 1, the steps since the first, and whether bases change."""
         value = value_of(t) if isinstance(t, Tensor) else t
         at = t if value is None else value
         later, since = at > 1, choose(at > 1, at - 1.0, 1.0)
@@ -160,7 +164,7 @@ class SOAP(Body, name="soap"):
 
 
 def is_readable(x: Tensor) -> bool:
-    """Return True if a value of x is known, without a wait for a device."""
+    """Return True if the values of x can be read without waiting for a device."""
     return is_unwatched() and x.device.type == "cpu" and level_of(x) < 0
 
 
@@ -171,7 +175,7 @@ def squares(flat: Tensor, sides: dict[int, int]) -> Squares:
 
 
 def known(flat: Tensor, sides: dict[int, int], at: Any) -> Squares:
-    """Return the bases, which derivatives hold fixed: equal eigenvalues have no others'."""
+    """Return the bases, detached, because they have no derivative at equal eigenvalues."""
     bases = squares(flat.detach(), sides)
     # Of a leaf whose first gradient comes late in its tree: they are not known yet.
     for i, q in bases.items():
@@ -186,7 +190,7 @@ def known(flat: Tensor, sides: dict[int, int], at: Any) -> Squares:
 def changed(
     when: bool | Tensor, make: Callable[[], tuple[Tensor, ...]], *old: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return what `make` returns if it is time, else the old tensors."""
+    """Return the new tensors from `make` if `when` is true, else the old tensors."""
     if when is False:
         return old
     new = make()
@@ -196,17 +200,18 @@ def changed(
 
 
 def rotated(x: Tensor, bases: Squares, back: bool = False) -> Tensor:
-    """Return x with each side in its basis, or back from there."""
+    """Return x with each dimension rotated into its basis, or, with `back`, out of it."""
     for i, q in bases.items():
         x = (x.movedim(i, -1) @ (q.mT if back else q)).movedim(-1, i)
     return x
 
 
 def eigh(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues and eigenvectors, of float64 where float32 has none.
+    """Return eigenvalues and eigenvectors, computed in float64 where float32 fails.
 
-    LAPACK may fail in float32 if many rows are 0, with an error or with NaN. A graph does
-    not look for NaN, and a transformation of torch.func, which cannot, takes float64.
+    If many rows are 0, LAPACK may fail in float32, with an error or with NaN. A compiled
+    graph does not check for NaN. A transformation of torch.func cannot check for NaN, so it
+    always uses float64.
     """
     if torch.compiler.is_compiling():
         return torch.linalg.eigh(x)
@@ -220,7 +225,7 @@ def eigh(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def eigen(factors: Squares) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues of all factors, the largest of each first, and eigenvectors."""
+    """Return the eigenvalues of all factors, in descending order, and the eigenvectors."""
     values: list[Tensor] = []
     vectors: list[Tensor] = []
     for x in factors.values():
@@ -232,7 +237,7 @@ def eigen(factors: Squares) -> tuple[Tensor, Tensor]:
 
 
 def refreshed(m: Tensor, v: Tensor, factors: Squares, old: Squares) -> tuple[Tensor, ...]:
-    """Return m, v and the bases after an iteration of each basis by its factor."""
+    """Return m, v and the bases after one QR iteration of each basis with its factor."""
     new: Squares = {}
     for i, q in old.items():
         image = factors[i] @ q

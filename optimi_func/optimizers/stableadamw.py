@@ -16,16 +16,17 @@ class StableAdamW(Moments, name="stableadamw"):
         RMS^2 = mean(g^2 / max(vhat, eps^2))            over each tensor
         p <- p - (lr / max(1, RMS)) * (mhat / (sqrt(vhat) + eps) + weight_decay * p)
 
-    mhat and vhat are Adam's moments after bias correction. Each tensor has one RMS.
-    Dividing lr by it is Adafactor's update clipping (arXiv:1804.04235), which replaces
-    gradient clipping and has no hyperparameter.
+    mhat and vhat are Adam's moments after bias correction. Each tensor has its own RMS.
+    Dividing lr by max(1, RMS) is Adafactor's update clipping (arXiv:1804.04235), which
+    replaces gradient clipping and has no hyperparameter.
 
     Args:
-        betas: b1 and b2, each in [0, 1): the fractions of m and v that a step keeps.
-        weight_decay: Decay coefficient. It is multiplied by lr / max(1, RMS). With
-            decouple_lr=True this factor is also divided by max_lr.
-        eps: Added to the square root in the divisor, after the bias correction. Its square
-            is the lower bound of vhat.
+        betas: b1 and b2, each in [0, 1): the fractions of m and v that carry over from one
+            step to the next.
+        weight_decay: Coefficient of weight decay, which each step multiplies by lr / max(1,
+            RMS). With decouple_lr=True, this factor is also divided by max_lr.
+        eps: Added to the square root of the bias-corrected second moment in the divisor.
+            eps^2 is also the lower bound of vhat in the formula for RMS^2.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 from numbers import Real
-from typing import Any, ClassVar, Generic, Self, TypeVar, cast
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -17,22 +17,7 @@ from optimi_func.core.rule import Leaf, Named, PyTree, Rule, Scalar, Scalars
 from optimi_func.core.torch_private import is_constant, is_unwatched
 from optimi_func.pure.tree import FlatTree, LeafState, running_tensors
 
-T = TypeVar("T")
 PLAIN = {float, int, bool, str, type(None)}
-
-
-class derived(Generic[T]):
-    """A property that an entry of the same name in the instance's `__dict__` replaces.
-
-    Unlike `functools.cached_property` it has no lock, which torch.compile could not trace.
-    """
-
-    def __init__(self, make: Callable[[Any], T]) -> None:
-        self._make, self.__doc__ = make, make.__doc__
-
-    def __get__(self, instance: object, owner: type | None = None) -> T:
-        """Compute the value."""
-        return cast(T, self) if instance is None else self._make(instance)
 
 
 class Kept:

@@ -37,9 +37,10 @@ from optimi_func.core.rule import (
     Scalar,
     Scalars,
     StorageLike,
+    derived,
 )
 from optimi_func.core.storage import seed_in, storage_of
-from optimi_func.pure.casts import Casts, Kept, called, derived, resolve, resolve_tree
+from optimi_func.pure.casts import Casts, Kept, called, resolve, resolve_tree
 from optimi_func.pure.tree import (
     NO_RUNNING,
     FlatTree,

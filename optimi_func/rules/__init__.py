@@ -1,8 +1,9 @@
 """Your own optimizer: a class body with the update of one tensor.
 
-`Optimizer` turns it into a class with param groups, the pure step, compiled kernels,
-gradient release and all storages. docs/own_rule.md has examples, the annotations of a
-State's fields, what a method cannot contain, and which methods combine.
+`Optimizer` turns the class body into an optimizer with param groups, a pure step, compiled
+kernels, gradient release and all storage modes. docs/own_rule.md contains examples, and
+explains the annotations of a State's fields, what a method cannot contain, and which
+methods can be combined.
 """
 
 from dataclasses import KW_ONLY, InitVar
@@ -47,7 +48,7 @@ Number: TypeAlias = Annotated[Tensor, number_field]
 
 
 class Optimizer(Body):
-    """Base class of an optimizer that its user writes: `direction`, for one tensor.
+    """Base class for your own optimizer, whose method `direction` handles one tensor.
 
         class SignSGD(Optimizer):
             momentum: float = 0.9
@@ -59,57 +60,72 @@ class Optimizer(Body):
                 m = self.momentum * s.exp_avg + (1 - self.momentum) * g
                 return m.sign(), self.State(m)
 
-    The parameter moves by -lr times the direction; decay, precision and storage are not its
-    business. Fields are the constructor's arguments. Floats and tuples of floats are
-    hyperparameters, which may be scheduled. Others (bools, strings, ints) are static, so
-    that methods may branch on them. `SignSGD.pure(lr=1e-3)` is the same as a value, with
-    `init` and `step`. Methods are traced once, at the definition, and read globals then.
-    Only `direction` is needed. Arguments go by name (direction's g and s are the first two,
-    whatever their names): t is the 1-based step, x the parameter.
+    A step adds -lr times the direction to the parameter. Your methods need no code for
+    weight decay, precision and storage. The fields of the class become arguments of the
+    constructor. Floats and tuples of floats are hyperparameters, which may be scheduled.
+    All other fields (bools, strings, ints) are static, so that methods may branch on them.
+    `SignSGD.pure(lr=1e-3)` is the same optimizer in its pure form, with the methods `init`
+    and `step`. Methods are traced once, when the class is defined, and global variables are
+    read at that time. Only `direction` is required. Each method receives the arguments that
+    it names: t is the step number, which starts at 1, and x is the parameter. The first two
+    arguments of `direction` are the gradient and the state, whatever their names are.
 
-    - `direction(self, g, s, ...) -> (d, State)` may take t, x, standard normal z if there
-      is a field `seed`, and extras under other names, which `step` is given. With a
-      `Running` of floats it takes r, and returns one as third result. `accumulate`,
-      `after`, `measure`, `divisor` and `sums` may take the same extras, and `whole` and
-      `join` 0-d ones. An extra may have a number as its default. `loss` is a closure's, if
-      `step` is given no other.
-    - `accumulate(self, g, s, ...) -> (d, State)`: for a further part of a step's gradient.
-    - `after(self, mean, top, x, u, s, t, r) -> (u, State)` rewrites the finished delta u,
-      at the steps for which `due(self, t)`, if there is one, is True.
+    - `direction(self, g, s, ...) -> (d, State)` may also have the arguments t, x and, if
+      the class has a field `seed`, standard normal random numbers z. An argument with any
+      other name is an extra, whose value you pass to `step`. If the class has a `Running`,
+      a NamedTuple of floats, `direction` receives it as r, and returns the new `Running` as
+      its third result. `accumulate`, `after`, `measure`, `divisor` and `sums` may have the
+      same extras, and `whole` and `join` may have extras that are 0-d. An extra may have a
+      number as its default. The extra `loss` is the loss that a closure returned, unless
+      you pass a different value to `step`.
+    - `accumulate(self, g, s, ...) -> (d, State)` replaces `direction` for the second and
+      all later micro-batches of a step.
+    - `after(self, mean, top, x, u, s, t, r) -> (u, State)` rewrites the finished update u.
+      If the class has a method `due(self, t)`, `after` only runs in steps for which `due`
+      returns True.
     - `measure(self, mean, top, numel, g, s, x, t, r)` returns a dict of numbers, which are
-      made of means (`mean(x * x)`) and maxima (`top(g.abs())`) over the parameter before
-      the step, and which direction takes by name. Those with the name of a `Number`
-      field of State last: s has that of the step before here, and the new one elsewhere.
-    - `divisor(self, mean, top, g, s, x, d, t)` returns what d is divided by. If it takes
-      `decay`, what decay adds to d, it divides their sum. With `move`, it divides the whole
-      move (see `Move`). s is the new state.
-    - `whole(self, d, t, x) -> d` maps the direction of a whole tensor, as Muon does. With
-      fields that are `Shaped`, it takes s and returns (d, State), as SOAP does. It and
-      `init` may take `normal`: see `z`, and `normal(shape)` returns such numbers.
-      `refuses(self, p)` returns why it does not take a parameter, or None.
-    - `sums(self, g, s, x, t, r)` returns tensors, s being the new state. `join(self, r,
-      sums)` makes the next Running of their sums over all parameters.
-    - `eval_point(self, x, s, t, r) -> x` returns the parameter to evaluate with. The class
-      has `eval()` and `train()` if it is written `class Mine(Optimizer, Evaluated)`.
-    - `coeffs(self, t, r, lr, weight_decay)` returns scalars at every step, c for others.
-    - `init(self, p) -> State` returns the first values, None for zeros, and for a field
-      that is `Shaped` its shape or its values.
-    - `check(self)` raises for hyperparameters out of range, and sets all bounds.
+      computed before the step from means (`mean(x * x)`) and maxima (`top(g.abs())`) over
+      the parameter. `direction` receives these numbers as arguments with the same names. A
+      number with the name of a `Number` field of State is stored in this field. In
+      `measure`, the field has its value from the previous step, and in all other methods
+      its new value.
+    - `divisor(self, mean, top, g, s, x, d, t)` returns the number by which d is divided.
+      With an argument `decay`, the term that weight decay adds to d, the sum of d and
+      `decay` is divided. With an argument `move`, the whole move is divided (see `Move`). s
+      is the new state.
+    - `whole(self, d, t, x) -> d` maps the direction of a whole tensor, as Muon does. If
+      State has fields that are `Shaped`, `whole` also receives s and returns (d, State), as
+      in SOAP. `whole` and `init` may have an argument `normal`. `normal(shape)` returns
+      random numbers like z. `refuses(self, p)` returns the reason why the rule does not
+      accept a parameter, or None.
+    - `sums(self, g, s, x, t, r)` returns tensors that are summed over all parameters, where
+      s is the new state. `join(self, r, sums)` computes the next Running from these sums.
+    - `eval_point(self, x, s, t, r) -> x` returns the parameter to evaluate the model with.
+      To get the methods `eval()` and `train()`, write `class Mine(Optimizer, Evaluated)`.
+    - `coeffs(self, t, r, lr, weight_decay)` returns scalars in every step, which the other
+      methods receive as c.
+    - `init(self, p) -> State` returns the initial values, in which None means zeros. For a
+      field that is `Shaped`, `init` returns the shape or the values.
+    - `check(self)` raises an error if a hyperparameter is out of range. If the class has
+      this method, fields that are plain floats have no other bounds.
 
-    The class line takes `decay`: "decoupled", "l2" (it joins the gradient), "proximal" or
-    "own" (none is added, and the methods read self.weight_decay), and `lr="inside"`: the
-    parameter moves by the direction itself, into which the methods have multiplied self.lr
-    as they like. Decay stays lr * weight_decay * x.
+    The class line may set the kind of weight decay, as in
+    `class Mine(Optimizer, decay="l2")`. The kinds are "decoupled" (the default), "l2"
+    (weight decay is added to the gradient), "proximal" (weight decay is applied after the
+    step) and "own" (your methods read self.weight_decay and apply it). The class line may
+    also contain `lr="inside"`. In that case the direction is not multiplied by lr, so your
+    methods have to multiply by self.lr. Weight decay still subtracts lr * weight_decay * x.
 
     Args:
         params: Parameters, named parameters, or param groups.
-        weight_decay: Decay coefficient.
+        weight_decay: Coefficient of weight decay.
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+    Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     Raises:
-        TypeError: At the definition of the class: a method that cannot be traced or is not
-            elementwise, other results, a field that has the name of an option.
+        TypeError: The class is not valid: a method cannot be traced, is not elementwise or
+            returns wrong results, or a field has the name of an option. The error is raised
+            when the class is defined.
 
     >>> class SignSGD(Optimizer):
     ...     def direction(self, g: Tensor):

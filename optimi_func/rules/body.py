@@ -35,11 +35,19 @@ from optimi_func.classes.fields import EMPTY, Field, Params, made_field, read
 from optimi_func.classes.groups import TORCHS
 from optimi_func.core.checks import bind_call, is_on, shown, value_of
 from optimi_func.core.philox import Noise
-from optimi_func.core.rule import DecayKind, PyTree, Rates, Rule, Scalar, StorageLike
+from optimi_func.core.rule import (
+    DecayKind,
+    PyTree,
+    Rates,
+    Rule,
+    Scalar,
+    StorageLike,
+    derived,
+)
 from optimi_func.core.storage import storage_of
 from optimi_func.core.torch_private import constant_in_graphs
 from optimi_func.execution.trees import step, step_
-from optimi_func.pure.casts import PLAIN, derived, resolve_tree
+from optimi_func.pure.casts import PLAIN, resolve_tree
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import (
     FlatTree,
@@ -68,10 +76,11 @@ NUMBER = "any number"
 
 
 class choice(Generic[T]):
-    """A property of hyperparameters that methods may branch on: they are traced for each.
+    """A property that methods may branch on, because they are traced for each value.
 
-    A number, as a momentum, is a stand-in while they are traced. A choice is computed of
-    its value, before.
+    While methods are traced, a number such as a momentum is a placeholder, on which methods
+    cannot branch. A choice is computed before the trace, from the actual values of the
+    hyperparameters.
     """
 
     def __init__(self, make: Callable[[Any], T]) -> None:
@@ -94,7 +103,7 @@ class choice(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class OwnRule(FunctionalOptimizer):
-    """Base class of the values of an optimizer: its rule with hyperparameters."""
+    """Base class of pure optimizers that are made from a class, such as `SignSGD.pure`."""
 
     owner: ClassVar[type["Body"]]
 
@@ -139,7 +148,7 @@ class OwnRule(FunctionalOptimizer):
         return text if self.owner._name else text.replace("(", ".pure(", 1)
 
     def check(self) -> None:
-        """Raise if a hyperparameter is out of range, also by the class's own `check`."""
+        """Raise if a hyperparameter is out of range, or if the class's `check` raises."""
         where = type(self).__name__
         for name in self.choices:
             x, usual = getattr(self, name), getattr(type(self), name, callable)
@@ -264,21 +273,22 @@ class OwnRule(FunctionalOptimizer):
 
         Args:
             params: A floating-point or complex tensor, or any pytree of such tensors.
-            grads: The gradients: a tree of the same structure. Where a gradient is None,
-                the parameter and its state are returned unchanged.
-            state: The state that `init(params)` or the step before returned.
+            grads: The gradients: a pytree with the same structure as `params`. If a
+                gradient is None, its parameter and the parameter's state are returned
+                unchanged.
+            state: The state that `init(params)` or the previous step returned.
             rewrite: A function that changes the updates before they are added to the
                 parameters. `transforms.chain` passes it.
-            **extras: The further arguments of the rule's `direction`, by name. Each is a
-                tree with a tensor for each parameter, or one number for all.
+            **extras: The extra arguments of the rule's `direction`, by name. Each extra is
+                a pytree with a tensor for each parameter, or one number for all parameters.
 
         Returns:
             (params, state): The updated parameters, and the state for the next step.
 
         Raises:
-            TypeError: An extra is missing, or `direction` has no such argument. Also if a
-                parameter is not a dense floating-point or complex tensor, or `state` is not
-                a `TreeState`.
+            TypeError: An extra is missing, `direction` has no argument with the name of an
+                extra, a parameter is not a dense floating-point or complex tensor, or
+                `state` is not a `TreeState`.
             ValueError: The trees differ in structure, or a gradient, a state or an extra
                 does not fit its parameter.
         """
@@ -675,15 +685,15 @@ def functions(
 ) -> tuple[Callable[P, OwnRule], InitFunction, StepFunction[P]]:
     """Return the pure functions of a class, such as `lion`, `lion_init` and `lion_step`.
 
-    `lion_init` has an argument for each option on which the state depends. `help` of each
-    function is generated from the docstring of the class.
+    `lion_init` has an argument for each option on which the state depends. The help text of
+    each function is generated from the docstring of the class.
 
     Args:
-        cls: An optimizer that is written as a class body.
+        cls: An optimizer class with a method `direction`.
 
     Returns:
-        (lion, lion_init, lion_step): The function that makes a `FunctionalOptimizer`, the
-            one that makes the first state, and the one that takes a step.
+        (lion, lion_init, lion_step): The function that creates a `FunctionalOptimizer`, the
+            function that creates the initial state, and the function that takes a step.
     """
     value: Any = cast(Any, cls).pure
     value.__doc__ += example_of_value(value.owner, value.__name__)
@@ -784,7 +794,7 @@ def _step_function(
 
 
 class Coupled(Body):
-    """Base class of optimizers whose decay joins the gradient, unless it is decoupled."""
+    """Base class of optimizers that add weight decay to the gradient by default."""
 
     _: KW_ONLY
     decouple_wd: bool = False

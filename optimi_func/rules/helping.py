@@ -22,15 +22,16 @@ _TREES = """\
         tensors (a dict, list, tuple, NamedTuple, or a registered class).
 """
 _ARGUMENTS = """\
-    grads: The gradients: a tree of the same structure, in which each tensor has the shape
-        of its parameter, and its dtype or a wider one. Where a gradient is None, the
-        parameter and its state are returned unchanged.
-    state: The state that `{name}_init(params)` or the step before
+    grads: The gradients: a pytree with the same structure as `params`. Each gradient has
+        the shape of its parameter, and the dtype of its parameter or a wider dtype. If a
+        gradient is None, its parameter and the parameter's state are returned unchanged.
+    state: The state that `{name}_init(params)` or the previous step
         returned.
 """
 _STORAGE = """\
     kahan_sum: False turns off Kahan summation, which stores the rounding error of each
-        float16 and bfloat16 parameter and adds it back at the next step. None turns it on.
+        float16 and bfloat16 parameter and adds it back at the next step. None turns Kahan
+        summation on.
     state_dtype: The dtype of the moments. None uses the dtype of each parameter, except
         that second moments are never float16.
     storage: How parameters and moments are stored, in place of `kahan_sum` and
@@ -38,23 +39,23 @@ _STORAGE = """\
 """
 _NUMBERS = (
     "Each hyperparameter whose type is `Number` may be a float, a 0-d tensor, or a "
-    "schedule: a\nfunction that receives the number of steps taken so far, a 0-d tensor, "
-    "and returns a\nnumber. lr and weight_decay may also be trees, with a number for each "
-    "part of `params`."
+    "schedule. A\nschedule is a function that receives the number of steps taken so far, "
+    "as a 0-d tensor, and\nreturns a number. lr and weight_decay may also be trees that "
+    "contain a number for each part\nof `params`."
 )
 _PURE = (
     "This is a pure function: it does not write to its arguments, and its results share no "
-    "\nmemory with them. `torch.compile` and `torch.func.grad`, `jvp` and `vmap` can "
-    "transform it."
+    "\nmemory with the arguments. You can apply `torch.compile`, and `grad`, `jvp` and "
+    "`vmap` from\n`torch.func`, to this function."
 ).replace(" \n", "\n")
 _COMPILED = (
-    "Computes what `optimi_func.{name}_step` does, with kernels that are\n"
-    "compiled once for each combination of dtypes. It cannot be differentiated or "
-    "transformed."
+    "This function computes the same results as `optimi_func.{name}_step`,\n"
+    "with kernels that are compiled once for each combination of dtypes. You cannot "
+    "differentiate\nthis function, and you cannot apply `torch.compile` or `vmap` to it."
 )
 _EVALUATED = (
-    "\n\nTrain with the parameters that are returned, and evaluate the model with the\n"
-    "averaged ones: `{name}(lr=...).eval_params(params, state)`."
+    "\n\nContinue training with the returned parameters. Evaluate the model with the\n"
+    "averaged parameters: `{name}(lr=...).eval_params(params, state)`."
 )
 _RAISES = """\
     TypeError: A parameter is not a dense floating-point or complex tensor, `state` is not
@@ -63,20 +64,20 @@ _RAISES = """\
         parameter, `state` was made with other options, or a hyperparameter is out of range.
 """
 _RAISES_COMPILED = """\
-    TypeError: The same as from `optimi_func.{name}_step`. Also in grad mode
-        if a gradient, the state or a hyperparameter requires grad, or a parameter does
-        that is not a leaf.
-    ValueError: The same as from `optimi_func.{name}_step`.{shared}
+    TypeError: The same reasons as for `optimi_func.{name}_step`. In grad
+        mode, this error is also raised if a gradient, the state, a hyperparameter or a
+        parameter that is not a leaf requires grad.
+    ValueError: The same reasons as for `optimi_func.{name}_step`.{shared}
     RuntimeError: The step is called within `torch.compile`, `vmap` or `grad`, or with fake
         tensors.
 """
-_SHARED = "\n        Also if two parameters share memory."
+_SHARED = "\n        This error is also raised if two parameters share memory."
 _RESULT = """\
     (params, state): The updated parameters, with the structure, shapes and dtypes of
         `params`, and the `TreeState` to pass to the next step.
 """
 _WRITTEN = """\
-    (params, state): The same objects that were passed.
+    (params, state): The objects that you passed, with the new values.
 """
 
 
@@ -231,18 +232,19 @@ def help_of_init(cls: type, name: str, names: list[str]) -> str:
     if names:
         needs = (
             "\n\nThe tensors of the state depend on the hyperparameters below, so pass the "
-            "same to\nthis function and to the step."
+            "same values\nto this function and to the step."
         )
     return (
         f"Return the state of {cls.__name__} before its first step on these parameters."
         f"{needs}\n\nArgs:\n{_TREES}{options}{_STORAGE}\n"
         "Returns:\n"
-        "    A `TreeState`: `step`, the number of steps taken so far as a 0-d tensor, and\n"
-        "        `leaves`, a tree like `params` with a `LeafState` for each parameter.\n\n"
+        "    A `TreeState` with two fields. `step` is the number of steps taken so far,\n"
+        "        as a 0-d tensor. `leaves` is a tree like `params`, which contains a\n"
+        "        `LeafState` for each parameter.\n\n"
         "Raises:\n"
         "    TypeError: A parameter is not a dense floating-point or complex tensor.\n"
-        "    ValueError: `params` has no tensor, the rule does not accept the shape of a\n"
-        "        parameter, or the options of storage exclude each other.\n\n"
+        "    ValueError: `params` contains no tensor, the rule does not accept the shape\n"
+        "        of a parameter, or the storage options exclude each other.\n\n"
         f'>>> state = {name}_init({{"weight": torch.ones(4, 2)}})\n'
         ">>> state.step\n"
         "tensor(0.)"
@@ -257,8 +259,9 @@ def help_of_value(cls: type, names: list[str]) -> str:
     arguments = _hyperparameters(cls, names)
     return (
         f"{known.title} as pure functions, with fixed hyperparameters.\n\n"
-        f"The functions are its methods, which do not write to their arguments: {functions}"
-        f".\n\n{known.update}\n\n{_NUMBERS}\n\nArgs:\n{arguments}\n"
+        f"The pure functions are the methods of the returned object: {functions}.\nThey do "
+        f"not write to their arguments.\n\n{known.update}\n\n{_NUMBERS}\n\n"
+        f"Args:\n{arguments}\n"
         "Raises:\n"
         "    TypeError: A hyperparameter has the wrong type, or an unknown name.\n"
         "    ValueError: A hyperparameter is out of range, or two of them exclude each "

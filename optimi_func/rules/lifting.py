@@ -632,7 +632,7 @@ def where(condition: Tensor, yes: Scalar, no: Scalar) -> Tensor: ...
 @overload
 def where(condition: bool | Tensor, yes: Scalar, no: Scalar) -> Scalar: ...
 def where(condition: bool | Tensor, yes: Scalar, no: Scalar) -> Scalar:
-    """Return torch.where, also for a condition that is a bool."""
+    """Return `torch.where(condition, yes, no)`; the condition may also be a Python bool."""
     if isinstance(condition, bool):
         return yes if condition else no
     return torch.where(condition, yes, no)
@@ -645,7 +645,7 @@ def maximum(x: Scalar, y: Tensor) -> Tensor: ...
 @overload
 def maximum(x: float, y: float) -> float: ...
 def maximum(x: Scalar, y: Scalar) -> Scalar:
-    """Return the larger one of two scalars, or for each element."""
+    """Return the larger of two scalars, or the elementwise maximum of tensors."""
     return _either(max, torch.maximum, "clamp_min", x, y)
 
 
@@ -656,7 +656,7 @@ def minimum(x: Scalar, y: Tensor) -> Tensor: ...
 @overload
 def minimum(x: float, y: float) -> float: ...
 def minimum(x: Scalar, y: Scalar) -> Scalar:
-    """Return the smaller one of two scalars, or for each element."""
+    """Return the smaller of two scalars, or the elementwise minimum of tensors."""
     return _either(min, torch.minimum, "clamp_max", x, y)
 
 
@@ -680,11 +680,12 @@ def _is_known(x: object) -> bool:
 
 
 def rounded(x: Scalar, like: Tensor | None = None) -> Scalar:
-    """Return a scalar as tensors take it, rounded to their dtype.
+    """Return a scalar, rounded to the dtype of the tensors in the step.
 
-    Scalar work is done in double precision, before the step. What is done with the result
-    of `rounded` is done with the tensors, and rounded as they are. `whole` gives it a
-    tensor, where a scalar meets another that is computed of tensors, as a norm.
+    Expressions that contain only scalars are computed in double precision before the step.
+    Operations on the result of `rounded` are computed together with the tensors instead,
+    and rounded to their dtype. In `whole`, pass a tensor as `like`, if you combine the
+    scalar with a scalar that is computed from tensors, such as a norm.
     """
     if like is not None:
         return x.to(like.dtype) if isinstance(x, Tensor) else x
@@ -696,14 +697,14 @@ def root(v: Tensor) -> Tensor: ...
 @overload
 def root(v: Scalar) -> Scalar: ...
 def root(v: Scalar) -> Scalar:
-    """Return sqrt(v), elementwise, with a finite derivative at 0."""
+    """Return the elementwise square root of v, with a finite derivative at 0."""
     if isinstance(v, Traced):
         return _stand_in(math.root, v)
     return math.root(v) if isinstance(v, Tensor) else math.sqrt(v)
 
 
 def is_zero(v: Tensor) -> Tensor:
-    """Return True where a square or a mean of squares is 0 to `root`, elementwise."""
+    """Return, for each element of v, whether `root` treats the element as 0."""
     return _stand_in(math.is_zero, v) if isinstance(v, Traced) else math.is_zero(v)
 
 

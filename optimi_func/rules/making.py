@@ -76,13 +76,14 @@ NAMES = {"self", "State", "Running", *_TAKES, *chain(*_TAKES.values())} - {"c"}
 
 
 class Move(NamedTuple):
-    """The move -(lr * scale * d + decay * decays), which `divisor` divides if it takes it.
+    """The move -(lr * scale * d + decay * decays), for a `divisor` with an argument `move`.
 
     Attributes:
         lr: The learning rate.
-        scale: The factor on d of `cautious=True`, else 1.
-        decay: The share of the parameter that decay takes away.
-        decays: The parameter, and 0 for elements that do not decay. Measure it only.
+        scale: The factor by which `cautious=True` multiplies d, or 1 without it.
+        decay: The fraction of the parameter that weight decay subtracts.
+        decays: The parameter, with 0 in place of elements that do not decay. It may only be
+            used inside `mean` and `top`.
     """
 
     lr: Tensor

@@ -109,6 +109,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seeds.load_profile()
     out = tiers.surplus(items)
     config.hook.pytest_deselected(items=[x for x in items if x.nodeid in out])
     items[:] = [x for x in items if x.nodeid not in out]
@@ -130,8 +131,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collectstart() -> None:
-    """Some modules draw tensors while they are imported."""
+    """Some modules draw tensors while they are imported, and decorators read the profile."""
     seeds.plant()
+    seeds.load_profile()
 
 
 @pytest.hookimpl(tryfirst=True)

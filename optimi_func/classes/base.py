@@ -133,7 +133,7 @@ class BaseOptimizer(Fields, Checkpoints):
         kahan_sum: False turns off Kahan summation, which stores the rounding error of each
             float16 and bfloat16 parameter and adds it back at the next step. None turns
             Kahan summation on.
-        foreach: Run the step with torch's multi-tensor operations (`torch._foreach_*`),
+        foreach: Run the step with the multi-tensor operations of torch (foreach),
             without a compiler.
         triton: The name of `compile` in optimi. True requests the compiled step; None and
             False have no effect.

@@ -68,6 +68,7 @@ def test_modules_and_their_fixtures_begin_with_them_as_well(drawn: torch.Tensor)
 
 def test_hypothesis_depends_on_the_seed_alone() -> None:
     default = hypothesis.settings()
+    assert hypothesis.settings.get_current_profile_name() == seeds.PROFILE
     assert default.derandomize == (seeds.text == seeds.GATE)
     assert default.database is None and default.deadline is None
     if seeds.text != seeds.GATE:

@@ -80,8 +80,8 @@ def numbers_of(name: str) -> dict:
         hyper["eps"] = torch.tensor([1e-8, 1e-6, 1e-2], dtype=DOUBLE)
     if name == "nadam":
         hyper["momentum_decay"] = torch.tensor([0.0, 0.5, 5.0], dtype=DOUBLE)
-    if name == "adopt":  # where it divides by eps it counts
-        hyper["eps"] = torch.tensor([0.1, 1.0, 10.0], dtype=DOUBLE)
+    if name == "adopt":  # it divides by the root of v or by eps, whichever is larger
+        hyper["eps"] = torch.tensor([1.0, 3.0, 10.0], dtype=DOUBLE)
     if name == "ademamix":
         warmups = torch.tensor([0.0, 5.0, 20.0], dtype=DOUBLE)
         hyper |= {"alpha": DECAYS + 0.4, "alpha_warmup": warmups, "beta3_warmup": warmups}

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 GATE = "gate"
+PROFILE = "optimi_func"  # of hypothesis
 # The option --seed, which conftest.py sets before any test file is imported.
 text = GATE
 
@@ -37,13 +38,16 @@ def load_profile() -> None:
     """Choose how hypothesis draws: in the gate, examples depend on the test alone.
 
     Neither failures of an earlier run nor the time that an example takes may decide.
+    torch.testing loads a profile of its own when it is imported, so this is called again
+    before each test file is imported.
     """
     hypothesis.settings.register_profile(
-        "gate",
+        PROFILE,
         derandomize=text == GATE,
+        max_examples=50 if text == GATE else 200,
         database=None,
         deadline=None,
         print_blob=True,
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
-    hypothesis.settings.load_profile("gate")
+    hypothesis.settings.load_profile(PROFILE)

@@ -1,8 +1,8 @@
 """Optimizers as pure functions, compiled per dtype, with drop-in classes.
 
-`AdamW(model.parameters(), lr=1e-3)` is a torch.optim.Optimizer; `adamw_step(params, grads,
-state, lr=1e-3)` is the same update as a pure function over pytrees, and
-`optimi_func.compiled` runs it through one kernel for each dtype.
+`AdamW(model.parameters(), lr=1e-3)` is a torch.optim.Optimizer. `adamw_step(params, grads,
+state, lr=1e-3)` is the same update as a pure function over pytrees. `optimi_func.compiled`
+runs the same update through one kernel for each dtype.
 """
 
 from typing import TYPE_CHECKING

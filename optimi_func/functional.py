@@ -2,23 +2,23 @@
 
 Each optimizer has three names. `adamw_init(params)` returns the first state, and
 `adamw_step(params, grads, state, lr=...)` returns the parameters and the state after one
-step. `adamw(lr=...)` is a `FunctionalOptimizer`: an object with fixed hyperparameters whose
-methods `init` and `step` are these two functions. No function writes to its arguments, and
-results share no memory with them. All of them work with `torch.compile`, `torch.vmap`, and
-`torch.func.grad` and `jvp`.
+step. `adamw(lr=...)` is a `FunctionalOptimizer`: an object with fixed hyperparameters,
+whose methods `init` and `step` do the same as these two functions. The functions do not
+write to their arguments, and their results share no memory with the arguments. All
+functions work with `torch.compile`, `torch.vmap`, `torch.func.grad` and `torch.func.jvp`.
 
-`params` is a pytree: a tensor, or any nesting of dicts, lists, tuples and registered
-classes with floating-point or complex tensors in it. `grads` has the same structure. Where
-a gradient is None, the parameter and its state are returned unchanged.
+`params` is a pytree: a floating-point or complex tensor, or any nesting of dicts, lists,
+tuples and registered classes that contains such tensors. `grads` has the same structure. If
+a gradient is None, its parameter and the parameter's state are returned unchanged.
 
-The types in signatures are these:
+The signatures use these types:
 
 - `Scalar`: a float or a 0-d tensor.
 - `Number`: a Scalar or a schedule. A schedule is a function that receives the number of
-  steps taken so far (a 0-d tensor) and returns a Scalar, or a 0-d tensor in a compiled
-  graph: see `schedules`. lr and weight_decay may also be trees, with a number for each part
-  of `params`.
-- `PyTree`: any nesting of containers, as above.
+  steps taken so far, as a 0-d tensor, and returns a Scalar. In a compiled graph, a schedule
+  has to return a 0-d tensor (see `schedules`). lr and weight_decay may also be trees that
+  contain a number for each part of `params`.
+- `PyTree`: a pytree as described above.
 """
 
 from optimi_func.core.rule import PyTree as PyTree

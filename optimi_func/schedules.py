@@ -1,10 +1,12 @@
 """Schedules: hyperparameters as pure functions of the 0-based step.
 
 Every hyperparameter of the pure API and of the transforms can be a schedule, such as
-`adamw(lr=warmup_cosine(1e-3, warmup=100, total=1000))`. The step is a 0-d tensor (in a
-graph, under vmap) or a Python number (to plot the schedule, or as the factor of a
-torch.optim.lr_scheduler.LambdaLR), and is computed with in float64. The values of a
-schedule may be 0-d tensors, which can be vmapped and differentiated. Its lengths are ints.
+`adamw(lr=warmup_cosine(1e-3, warmup=100, total=1000))`. A schedule accepts the step as a
+0-d tensor (in a compiled graph, or under vmap) or as a Python number (to plot the schedule,
+or to use it in a torch.optim.lr_scheduler.LambdaLR), and computes in float64. The values in
+the arguments of a schedule, such as `peak`, may be 0-d tensors, so that you can vmap over
+them and differentiate with respect to them. The lengths of a schedule, such as `warmup`,
+are ints.
 """
 
 import math
@@ -24,29 +26,30 @@ Shape: TypeAlias = Literal["linear", "cosine", "sqrt"]
 
 
 class Schedule:
-    """A hyperparameter as a function of the step, a Python number or a 0-d tensor.
+    """A hyperparameter as a function of the step.
 
-    After its end a schedule stays at its last value.
+    The step is a Python number or a 0-d tensor. After the end of a schedule, its value
+    stays constant.
     """
 
     def __call__(self, step: Scalar) -> Scalar:
-        """Return the value at a 0-based step."""
+        """Return the value of the hyperparameter at a 0-based step."""
         if isinstance(step, Tensor):
             step = step.to(scalar_dtype(step.device))
         return self.at(step)
 
     def at(self, step: Scalar) -> Scalar:
-        """Return the value at a step, a Python number or a 0-d float64 tensor."""
+        """Return the value at a step, which is a Python number or a 0-d float64 tensor."""
         raise NotImplementedError
 
     def as_lambda(self, base_lr: float) -> Callable[[int], float]:
-        """Return the function of the step with which a LambdaLR follows this schedule.
+        """Return a function for torch's LambdaLR, which then follows this schedule.
 
         Args:
-            base_lr: The learning rate that the torch.optim.Optimizer was made with.
+            base_lr: The learning rate with which the torch.optim.Optimizer was created.
 
         Raises:
-            TypeError, ValueError: base_lr is no number above 0.
+            TypeError, ValueError: base_lr is not a number above 0.
 
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
         >>> schedule = linear(0.2, 0.0, steps=4)
@@ -110,7 +113,7 @@ def linear(start: Scalar, end: Scalar, steps: int) -> Schedule:
     Args:
         start: Value at step 0, a float or a 0-d tensor.
         end: Value from step `steps` on, a float or a 0-d tensor.
-        steps: Steps from start to end, at least 1.
+        steps: Number of steps from start to end, at least 1.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -133,7 +136,7 @@ def cosine(start: Scalar, end: Scalar, steps: int) -> Schedule:
     Args:
         start: Value at step 0, a float or a 0-d tensor.
         end: Value from step `steps` on, a float or a 0-d tensor.
-        steps: Steps from start to end, at least 1.
+        steps: Number of steps from start to end, at least 1.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -153,16 +156,20 @@ def cosine(start: Scalar, end: Scalar, steps: int) -> Schedule:
 def join(
     parts: Sequence[Scalar | Callable[[Scalar], Scalar]], boundaries: Sequence[int]
 ) -> Schedule:
-    """Run schedules one after the other. Each counts steps from its own boundary.
+    """Run several schedules one after the other.
+
+    Each schedule counts its steps from its own boundary.
 
     Args:
-        parts: Two or more schedules or constants, in their order. A callable has to work
-            on 0-d tensors.
-        boundaries: First step of each part except the first: above 0 and increasing.
+        parts: Two or more schedules or constants, in the order in which they run. If a part
+            is a function of your own, it has to accept 0-d tensors.
+        boundaries: The first step of each part except the first part. Boundaries are above
+            0 and increase.
 
     Raises:
         TypeError: A part is neither a number nor callable.
-        ValueError: Boundaries do not increase, or are not one fewer than parts.
+        ValueError: The boundaries do not increase, or their number is not the number of
+            parts minus 1.
 
     >>> schedule = join([linear(0.0, 1.0, steps=2), 1.0, 0.5], [2, 4])
     >>> [schedule(step) for step in range(6)]
@@ -187,14 +194,16 @@ def warmup_cosine(
 ) -> Schedule:
     """Rise linearly to the peak, then fall to the end along a cosine.
 
-    `linear(start, peak, steps=warmup)`, then `cosine(peak, end, steps=total - warmup)`, as
-    torch's LinearLR and CosineAnnealingLR under a SequentialLR.
+    This schedule is `linear(start, peak, steps=warmup)`, followed by `cosine(peak, end,
+    steps=total - warmup)`. torch's LinearLR and CosineAnnealingLR in a SequentialLR give
+    the same values.
 
     Args:
         peak: Value at step `warmup`, a float or a 0-d tensor.
-        warmup: Steps of the rise. 0 starts at the peak.
-        total: Steps of rise and fall together, above `warmup`.
-        start: Value at step 0. With an lr of 0 the first step moves no parameter.
+        warmup: Number of steps in the rise. With 0, the schedule starts at the peak.
+        total: Number of steps in the rise and the fall together, above `warmup`.
+        start: Value at step 0. If the learning rate is 0, the first step moves no
+            parameter.
         end: Value from step `total` on.
 
     Raises:
@@ -226,18 +235,20 @@ def wsd(
 ) -> Schedule:
     """Warm up, stay at the peak for most of the run, and decay in a short fall.
 
-    A run can be continued from any step before the fall with a longer `total`, because
-    earlier values do not depend on it.
+    You can continue a run with a longer `total` from any step before the fall, because the
+    values before the fall do not depend on `total`.
 
     Args:
-        peak: Value between warmup and decay, a float or a 0-d tensor.
-        warmup: Steps of the linear rise. 0 starts at the peak.
-        total: Steps of all three phases together.
-        decay: Steps of the fall, at least 1. A tenth to a fifth of `total` is usual.
-        start: Value at step 0. With an lr of 0 the first step moves no parameter.
+        peak: Value between the warmup and the fall, a float or a 0-d tensor.
+        warmup: Number of steps in the linear rise. With 0, the schedule starts at the peak.
+        total: Number of steps in all three phases together.
+        decay: Number of steps in the fall, at least 1. A tenth to a fifth of `total` is
+            usual.
+        start: Value at step 0. If the learning rate is 0, the first step moves no
+            parameter.
         end: Value from step `total` on.
-        shape: Shape of the fall: "linear", "cosine", or "sqrt". With "sqrt" the weights of
-            peak and end are 1 - sqrt(x) and sqrt(x), if x is the fraction of the fall that
+        shape: Shape of the fall: "linear", "cosine", or "sqrt". With "sqrt", the value is
+            (1 - sqrt(x)) * peak + sqrt(x) * end, where x is the fraction of the fall that
             is done (arXiv:2405.18392).
 
     Raises:
@@ -280,17 +291,19 @@ def one_cycle(
 ) -> Schedule:
     """Rise from a small value to the peak, then fall to nearly 0.
 
-    Rises from peak / div_factor to peak at step pct_start * total - 1, and falls to
-    peak / (div_factor * final_div_factor) at step total - 1. These are the learning rates
-    of torch's OneCycleLR without its momentum and its third phase.
+    The value rises from peak / div_factor to peak at step pct_start * total - 1, and falls
+    to peak / (div_factor * final_div_factor) at step total - 1. torch's OneCycleLR without
+    its third phase gives the same learning rates. Unlike OneCycleLR, this schedule does not
+    change the momentum.
 
     Args:
-        peak: Largest value, a float or a 0-d tensor.
-        total: Steps of the whole cycle.
-        pct_start: Fraction of the steps that rise, above 1 / total and below 1.
+        peak: The largest value, a float or a 0-d tensor.
+        total: Number of steps in the whole cycle.
+        pct_start: Fraction of the steps in which the value rises, above 1 / total and below
+            1.
         div_factor: The peak divided by the first value.
-        final_div_factor: The first value divided by the last.
-        shape: Shape of rise and fall: "cosine", "linear" or "sqrt".
+        final_div_factor: The first value divided by the last value.
+        shape: Shape of the rise and the fall: "cosine", "linear" or "sqrt".
 
     Raises:
         ValueError: An argument is out of its range.

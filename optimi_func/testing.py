@@ -1,4 +1,4 @@
-"""`check_rule`: the package's own questions about a rule, for a rule of yours."""
+"""`check_rule`: the tests that this package runs on its rules, for rules of your own."""
 
 import copy
 import inspect
@@ -50,38 +50,47 @@ def check_rule(
     hyper: Mapping[str, object] | None = None,
     **more: object,
 ) -> None:
-    """Raise if two ways to run a rule disagree, and print a table of all ways.
+    """Raise an error if two ways to run a rule disagree, and print a table of all ways.
 
-    The eager step in float64 is compared with the reference, the executors, low precision,
-    gradient release, a resumed run, vmap and finite differences, on tensors of 0 to 8192
-    elements near 1. Gradients of zeros are among those that they get, and 0 among the
-    values of each hyperparameter. At lr = 0, where warmups begin, NaN is an error. At
-    gradients of 0 derivatives count: clamp before a root, in the reference too. A float
-    that is compared with t is tried between two steps, as 3.5: a derivative at a jump is
-    none. An error is the norm of a difference, relative to the norm of the movement. What
-    fails names the field of the state, or the hyperparameter, that differs most.
+    The eager step in float64 is compared with your reference, with other ways to run the
+    step (foreach, compiled kernels, low precision, gradient release, a resumed run, vmap),
+    and with finite differences. The parameters have 0 to 8192 elements with values near 1.
+    Some of the gradients are zeros, and each hyperparameter is also tried with the value 0.
+    NaN at lr = 0, where warmups begin, is an error. Derivatives are also compared at
+    gradients of 0, so clamp the argument of a root, both in the rule and in the reference.
+    If the rule compares a float hyperparameter with the step number t, pass a value between
+    two steps, such as 3.5, because the derivative does not exist at a jump. Each error in
+    the table is the norm of a difference, divided by the norm of the movement of the
+    parameters. The message for a row that fails names the state field or the hyperparameter
+    that differs most.
 
     Args:
-        cls: The class, whose rule is `cls.factory`. Of another torch.optim.Optimizer, the
-            reference, foreach, float32 and a resumed run are tried.
-        reference: A loop in plain tensors, `(params, grads, **hyper) -> params`, with a
-            list of gradients for each step. lr is one of the hyperparameters.
-        compile: Run the compiled kernels too, which takes seconds for each dtype.
+        cls: The optimizer class, whose rule is `cls.factory`. If cls is another subclass of
+            torch.optim.Optimizer, only the reference, foreach, float32 and a resumed run
+            are compared.
+        reference: A function `(params, grads, **hyper) -> params` that takes all steps with
+            plain tensors. grads contains a list of gradients for each step, and lr is one
+            of the hyperparameters.
+        compile: Run the compiled kernels too, which takes several seconds for each dtype.
         steps: Number of steps, at least 6.
-        extras: Returns what a step is given besides, by name, for the gradients of a step:
-            tensors for all parameters, or lists with one for each.
-        allowed: Bounds by row, as {"float32": 0.1}, in place of the table's. Raise those
-            of dtypes and derivatives if the direction jumps (signs, votes, clips),
-            because a right rule may fail them. If it hardly moves, raise `lr`, because
-            float32 and compact parameters round what it does.
+        extras: A function that receives the gradients of a step, and returns the extra
+            arguments of this step in a dict by name. Each extra is a tensor for all
+            parameters, or a list with one tensor for each parameter.
+        allowed: The largest allowed errors by row, such as {"float32": 0.1}, in place of
+            the default limits. If the direction jumps (because of signs, votes or clips),
+            raise the allowed errors of the rows for dtypes and derivatives, which even a
+            correct rule may fail. If the rule hardly moves the parameters, raise `lr`,
+            because float32 and compact parameters round small moves.
         lr: Learning rate.
-        hyper: Other hyperparameters and options, also those with names of arguments here.
+        hyper: Other hyperparameters and options by name. Use this argument if a
+            hyperparameter has the name of an argument of check_rule.
         **more: Other hyperparameters and options of the rule.
 
     Raises:
-        AssertionError: Some ways disagree. The message has a line for each.
-        TypeError: The rule takes extras, and there are none.
-        ValueError: allowed names no row, or the rule refuses all shapes.
+        AssertionError: Some ways disagree. The message has a line for each row that fails.
+        TypeError: The rule has extra arguments, but `extras` is None.
+        ValueError: allowed contains a name that is not a row, or the rule accepts none of
+            the shapes.
 
     >>> from optimi_func import SGD
     >>> def loop(params, grads, lr):

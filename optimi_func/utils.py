@@ -1,4 +1,4 @@
-"""Param groups and precision of models, parts as one model, clipping on any meshes."""
+"""Utilities: param groups, low precision, joining modules, and clipping on any meshes."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -25,23 +25,27 @@ def param_groups_weight_decay(
     weight_decay: float = 1e-2,
     additional_layers: Iterable[str] | None = None,
 ) -> list[Group]:
-    """Make two param groups: biases, norms and other vectors without decay, and the rest.
+    """Return two param groups, so that weight decay is not applied to vectors.
 
-    Parameters are pairs with their names, as model.named_parameters() has them.
+    The first group has no weight decay. It contains biases and all parameters with at most
+    one dimension, such as the weights of norms. The second group contains all other
+    parameters. Each parameter is a pair of its name and the tensor, as in
+    model.named_parameters().
 
     Args:
-        model: The model whose trainable parameters are grouped. Frozen ones are left out.
-        weight_decay: Decay coefficient of the second group. The optimizer decides what it
-            is multiplied by.
-        additional_layers: Parameters with one of these strings in their names get no decay.
-            Warns of a string that is in no name.
+        model: The model. Frozen parameters are left out.
+        weight_decay: Coefficient of weight decay for the second group. The optimizer
+            decides what this coefficient is multiplied by.
+        additional_layers: A list of strings. Parameters whose names contain one of these
+            strings get no weight decay. A string that no name contains causes a warning.
 
     Returns:
-        The group without decay, then the group with it.
+        The group without weight decay, followed by the group with weight decay.
 
     Raises:
         ValueError: weight_decay is negative.
-        TypeError: model is no module, weight_decay no number, or additional_layers a str.
+        TypeError: model is not a module, weight_decay is not a number, or additional_layers
+            is a single string.
 
     >>> groups = param_groups_weight_decay(nn.Linear(2, 2), 0.1)
     >>> [([name for name, p in g["params"]], g["weight_decay"]) for g in groups]
@@ -69,14 +73,16 @@ def param_groups_weight_decay(
 
 
 def join_modules(parts: Iterable[nn.Module]) -> nn.Module:
-    """Make one module of parts of a model, as pipeline stages, under their own names.
+    """Join parts of a model, such as pipeline stages, into one module with their own names.
 
-    It has no forward. Optimizers, gradient release and torch.distributed.checkpoint take it
-    for the model: `AdamW(whole.named_parameters())`, `get_state_dict(whole, optimizer)`.
-    Its parameters and buffers are the parts' own, and are those of now: shard before.
+    The joined module has no forward. You can pass it in place of the model to optimizers,
+    gradient release and torch.distributed.checkpoint, as in
+    `AdamW(whole.named_parameters())` or `get_state_dict(whole, optimizer)`. The joined
+    module contains the parameters and buffers that the parts have at the time of the call,
+    so shard the parts before you join them.
 
     Raises:
-        ValueError: Parts that share a name of a parameter or persistent buffer.
+        ValueError: Two parts have a parameter or persistent buffer of the same name.
 
     >>> names = ("0", nn.Linear(2, 2)), ("1", nn.Linear(2, 1))
     >>> layers = [nn.ModuleDict({k: x}) for k, x in names]
@@ -120,27 +126,34 @@ def clip_grad_norm_(
     *,
     groups: Sequence["distributed.ProcessGroup"] = (),
 ) -> Tensor:
-    """Scale gradients down to a joint norm, as torch.nn.utils, and on any meshes together.
+    """Clip gradients by their joint norm, even if they are DTensors on different meshes.
 
-    DTensors may be on meshes of their own (tensor parallelism with fully_shard). What is
-    replicated counts once, and plain tensors are taken for replicas. All processes call it
-    with the same parameters, with gradients or without.
+    This function does the same as torch.nn.utils.clip_grad_norm_, but accepts DTensors on
+    different meshes, as in tensor parallelism together with fully_shard. Replicated
+    gradients are counted once, and plain tensors are treated as replicas. All processes
+    have to call this function with the same parameters, even if some of the parameters have
+    no gradient.
 
     Args:
-        parameters: Tensors with or without a gradient.
-        max_norm: From 0; may be inf, which scales nothing if the norm is finite.
-        norm_type: Above 0; may be inf.
-        error_if_nonfinite: Raise if the norm is infinite or NaN, before any is scaled.
-        groups: Process groups whose processes have other parameters each, as the stages of
-            a pipeline: [mesh["pp"].get_group()]. The norm is that of all of them.
+        parameters: A tensor or an iterable of tensors, with or without gradients.
+        max_norm: The largest norm after clipping, at least 0. If max_norm is inf, a finite
+            norm leaves the gradients unchanged.
+        norm_type: The order of the norm, above 0. It may be inf.
+        error_if_nonfinite: Raise an error if the norm is infinite or NaN, before any
+            gradient is scaled.
+        groups: Process groups in which each process has different parameters, such as the
+            stages of a pipeline: [mesh["pp"].get_group()]. The norm is then computed over
+            the parameters of all processes in these groups.
 
     Returns:
-        The norm before clipping, a plain tensor, equal in all processes.
+        The norm before clipping, as a plain tensor that is equal in all processes.
 
     Raises:
-        ValueError: A number out of its range, or a gradient with Partial placements.
-        RuntimeError: error_if_nonfinite and such a norm, or parameters whose gradients are
-            gone, because gradient release has applied them in backward.
+        ValueError: max_norm or norm_type is out of its range, or a gradient has a Partial
+            placement.
+        RuntimeError: The norm is not finite and error_if_nonfinite is True, or the
+            gradients no longer exist, because gradient release has applied them during the
+            backward pass.
 
     >>> p = nn.Parameter(torch.zeros(2))
     >>> p.grad = torch.tensor([3.0, 4.0])
@@ -176,7 +189,7 @@ def clip_grad_norm_(
 
 
 def _check_unreleased(params: list[Tensor]) -> None:
-    """Raise if gradient release has applied and freed the gradients that are asked for."""
+    """Raise an error if gradient release has already applied and freed the gradients."""
     for release in releases_on(params):
         released = {*release.params.values()}.intersection(params)
         if all(p.grad is None for p in released):
@@ -191,7 +204,7 @@ def _check_unreleased(params: list[Tensor]) -> None:
 
 
 def _shards(p: Tensor, g: Tensor | None) -> ShardSpec | None:
-    """Return the processes of the gradient, or those that one would have."""
+    """Return how a gradient is sharded, or how the gradient of a parameter would be."""
     spec = shards_of(p if g is None else g)
     if spec is None or not is_distributed(p) or spec.mesh != p.device_mesh:
         return spec
@@ -214,19 +227,22 @@ def to_low_precision(
     """Cast a model to low precision, except modules and buffers that need float32.
 
     Args:
-        model: Cast in place.
-        dtype: Floating dtype of all other parameters and buffers.
-        device: Device to move the model to. None leaves it on its own.
-        fp32_modules: Types of modules whose parameters and buffers stay in float32, even if
-            another module shares them (a head tied to an embedding).
-        fp32_buffers: Buffers that stay in float32: types of their modules, or words in
-            their qualified names (case does not matter).
+        model: The model, which is cast in place.
+        dtype: The floating-point dtype for all parameters and buffers that do not stay in
+            float32.
+        device: The device to which the model is moved. None does not move the model.
+        fp32_modules: Types of modules whose parameters and buffers stay in float32. These
+            parameters stay in float32 even if another module shares them, such as an output
+            layer that is tied to an embedding.
+        fp32_buffers: Buffers that stay in float32. A module type selects the buffers of all
+            modules of this type. A string selects all buffers whose qualified names contain
+            the string, in upper or lower case.
 
     Returns:
         The same model.
 
     Raises:
-        TypeError: An argument has another type, or dtype is not floating.
+        TypeError: An argument has the wrong type, or dtype is not a floating-point dtype.
 
     >>> model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2))
     >>> [p.dtype for p in to_low_precision(model).parameters()]

@@ -131,7 +131,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collectstart() -> None:
-    """Some modules draw tensors while they are imported, and decorators read the profile."""
+    """Imports of test files may draw tensors, and decorators read hypothesis's profile."""
     seeds.plant()
     seeds.load_profile()
 

@@ -1,8 +1,9 @@
-"""Tables of these pages, from the numbers that are committed.
+"""Write the tables of the documentation pages from the committed benchmark results.
 
-A table stands in the page between `<!-- its name -->` and `<!-- / -->`, so that it can be
-read without a build, and a test tells when it is not that of the numbers. Each ends with
-its command, machine, day and commit.
+A table is placed in a page between `<!-- its name -->` and `<!-- / -->`, so that you can
+read the page without a build. A test fails if a table is not the one that the committed
+results give. Below each table are the command, the machine, the date and the commit of its
+results.
 """
 
 import json
@@ -26,18 +27,18 @@ PAGES += ("which.md",)
 
 @cache
 def load(path: Path) -> Any:
-    """One file of numbers, which nobody changes."""
+    """Read a file of results once; callers must not change what it returns."""
     return json.loads(path.read_text())
 
 
 def command(about: Any) -> str:
-    """What was run, with what of the environment changes times."""
+    """Return the command of a measurement, with the variables that affect times."""
     environment = [f"{k}={v}" for k, v in about.get("environment", {}).items()]
     return f"`{' '.join([*environment, about['command'].partition('  #')[0]])}`"
 
 
 def source(*found: Any) -> str:
-    """Name the source of the numbers above: commands on one machine, days, commits."""
+    """Name the source of the results above: commands on one machine, dates and commits."""
     about = [x["machine"] for x in found]
     threads = sorted({x["threads"] for x in about})
     made = [
@@ -52,14 +53,14 @@ def source(*found: Any) -> str:
 
 
 def table(rows: Rows, said: str) -> str:
-    """Rows, the first of them the heads, and their source."""
+    """Return a table and its source as Markdown; the first row is the head."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.insert(1, "|" + "---|" * len(rows[0]))
     return "\n".join(lines) + f"\n\n*{said}*\n"
 
 
 def ratio(cell: Any) -> str:
-    """A median with its quartiles."""
+    """Format a median with its quartiles."""
     if cell is None:
         return "-"
     return f"{cell['ratio']:.2f} ({cell['low']:.2f}-{cell['high']:.2f})"
@@ -77,7 +78,7 @@ SHAPES = {
 
 
 def of_steps(columns: Sequence[tuple[str, str, str]], folder: Path = RESULTS) -> str:
-    """Columns of a dtype, a way and a title, a row for each set of shapes."""
+    """Tabulate step times by set of shapes; each column is a dtype, a way and a title."""
     found = load(folder / "step_time.json")
     rows: Rows = [["", *(title for *_, title in columns)]]
     for key in filter(found["steps"].__contains__, SHAPES):
@@ -87,18 +88,18 @@ def of_steps(columns: Sequence[tuple[str, str, str]], folder: Path = RESULTS) ->
 
 
 def steps(folder: Path = RESULTS) -> str:
-    """The step on the sets of shapes that were measured."""
+    """Tabulate step times for all sets of shapes that were measured."""
     dtypes = ("float32", "bfloat16", "bfloat16 + Kahan")
     return of_steps([(dtype, "optimi_func", dtype) for dtype in dtypes], folder)
 
 
 def steps_avx2() -> str:
-    """The step without the vector instructions that only newer CPUs have."""
+    """Tabulate step times without the vector instructions that only newer CPUs have."""
     return steps(RESULTS / "avx2")
 
 
 def uncompiled() -> str:
-    """Steps that need no compiler, and optimi's."""
+    """Tabulate times of steps that need no compiler, and of optimi's steps."""
     ways = [
         ("float32", "compile=False", "`compile=False`"),
         ("float32", "torch for-loop", "torch for-loop (torch's default)"),
@@ -109,14 +110,14 @@ def uncompiled() -> str:
 
 
 def uncompiled_kahan() -> str:
-    """Tabulate steps with Kahan summation that need no compiler."""
+    """Tabulate times of steps with Kahan summation that need no compiler."""
     ways = {"optimi_func": "compiled", "compile=False": "`compile=False`"}
     ways["optimi"] = "optimi 0.3.3"
     return of_steps([("bfloat16 + Kahan", way, title) for way, title in ways.items()])
 
 
 def large() -> str:
-    """Peers that compile no more than a few tensors."""
+    """Tabulate times of other packages that can compile only a few tensors."""
     ways = ["optimi_func", "torch.compile", "heavyball", "torchao 8-bit"]
     found = load(RESULTS / "step_time.json")
     rows: Rows = [["4 x 4096 x 4096", *ways]]
@@ -127,7 +128,7 @@ def large() -> str:
 
 
 def rules() -> str:
-    """Other rules, a byte."""
+    """Tabulate the time per byte of the other rules."""
     found = load(RESULTS / "rules_per_byte.json")
     rows: Rows = [["rule", "bytes per parameter", "time per byte / AdamW's"]]
     for name, cell in found["rules"].items():
@@ -140,7 +141,7 @@ KINDS = {LOOP: "for-loop", "torch foreach": "foreach", "torch fused": "fused"}
 
 
 def of_classes(way: str) -> str:
-    """The classes of torch.optim, compiled or not, beside each of torch's steps."""
+    """Tabulate step times of torch.optim's classes, relative to each of torch's steps."""
     found = load(ONE_THREAD / "torch_classes.json")
     rows: Rows = [["class", *KINDS.values()]]
     for name, cells in found["torch classes"].items():
@@ -149,32 +150,34 @@ def of_classes(way: str) -> str:
 
 
 def classes() -> str:
-    """The compiled classes of torch.optim."""
+    """Tabulate step times of the compiled classes of torch.optim."""
     return of_classes("optimi_func")
 
 
 def eager_classes() -> str:
-    """The same with `compile=False`."""
+    """Tabulate step times of the same classes with `compile=False`."""
     return of_classes("compile=False")
 
 
 def host_cost() -> str:
-    """The host's time with few small tensors."""
+    """Tabulate the host's time for steps with few small tensors."""
     found = [load(x / "host_cost.json") for x in (ONE_THREAD, RESULTS)]
-    rows: Rows = [["optimizer, threads: number of tensors", *KINDS.values()]]
+    rows: Rows = [["optimizer, threads, tensors", *KINDS.values()]]
     for rule in found[0]["host cost"]:
         for x in found:
             threads = x["machine"]["threads"]
             for n, cell in x["host cost"][rule].items():
-                row = f"{rule}, {threads} thread{'s' * (threads > 1)}: {n}"
+                row = f"{rule}, {threads} thread{'s' * (threads > 1)}, "
+                row += f"{n} tensor{'s' * (int(n) > 1)}"
                 rows.append([row, *(ratio(cell[kind]) for kind in KINDS)])
     return table(rows, source(*found))
 
 
 def peers() -> str:
-    """Each rule beside another package's."""
+    """Tabulate the time of each rule relative to the same rule in another package."""
     found = load(ONE_THREAD / "peers.json")
-    rows: Rows = [["optimizer", "other package", "shapes", "our time / theirs"]]
+    heads = ["optimizer", "other package", "shapes", "our time / other package's time"]
+    rows: Rows = [heads]
     for name, cell in found["peers"].items():
         rule, package, shapes = name.split(", ")
         if rule == "AdamW":
@@ -187,7 +190,7 @@ def peers() -> str:
 
 
 def turns() -> str:
-    """Steps that are never the same."""
+    """Tabulate times of steps that cannot reuse the preparation of earlier steps."""
     found = load(ONE_THREAD / "turns.json")
     rows: Rows = [["", "our time / for-loop", "our time / fused"]]
     for name, cell in found["turns"].items():
@@ -196,9 +199,9 @@ def turns() -> str:
 
 
 def first() -> str:
-    """Constructor and first step in a new process."""
+    """Tabulate the time of the constructor and the first step in a new process."""
     found = load(RESULTS / "cold_start.json")
-    rows: Rows = [["", "empty caches, s", "full caches, s"]]
+    rows: Rows = [["", "seconds, empty caches", "seconds, full caches"]]
     for count, by_way in found["first"].items():
         for way, kinds in by_way.items():
             texts = [f"{median(x):.2f} ({min(x):.2f}-{max(x):.2f})" for x in kinds.values()]
@@ -207,7 +210,7 @@ def first() -> str:
 
 
 def release() -> str:
-    """Peak and time of backward and update."""
+    """Tabulate the peak memory and the time of the backward pass and the update."""
     found = load(RESULTS / "release.json")
     names = {
         "standard": "torch AdamW (fused) after backward",
@@ -223,7 +226,7 @@ def release() -> str:
 
 
 def accumulation() -> str:
-    """How far each way ends from true accumulation."""
+    """Tabulate how far the result of each way to accumulate is from exact accumulation."""
     found = load(ONE_THREAD / "accumulation.json")
     policies = {
         "flag": "optimi's flag",
@@ -242,7 +245,7 @@ def accumulation() -> str:
 
 
 def muon() -> str:
-    """AdamW, and Muon with it: validation by learning rate, and on three seeds."""
+    """Tabulate validation losses of AdamW and Muon, by learning rate and for seeds."""
     found = load(DATA / "muon.json")
     runs = found["runs"].values()
     rows: Rows = [["", *found["runs"]]]
@@ -269,7 +272,7 @@ ERRORS = {
 
 
 def stored(number: str, form: str) -> str:
-    """Tabulate a number of AdamW's updates from stored moments, for kinds of gradients."""
+    """Tabulate errors of AdamW's updates from stored moments, by kind of gradients."""
     found = load(RESULTS / "storage.json")
     kinds = [kind for kind in found["errors"]["sigma 1, stationary"] if kind != "float32"]
     rows: Rows = [["gradients", *kinds]]
@@ -285,14 +288,14 @@ def storage_errors() -> str:
 
 
 def storage_largest() -> str:
-    """Tabulate the largest elements of these updates."""
+    """Tabulate the largest elements of AdamW's updates from stored moments."""
     return stored("largest", ".2f")
 
 
 def storage() -> str:
-    """Time and bytes of each way to keep a parameter."""
+    """Tabulate the time and the bytes of each way to store a parameter."""
     found = load(RESULTS / "storage.json")
-    rows: Rows = [["", "time / float32's", "bytes per parameter", "with gradient"]]
+    rows: Rows = [["", "time / float32 time", "bytes per parameter", "bytes with gradient"]]
     for name, cell in found["bytes"].items():
         kept = [f"{cell[k]:.3f}" for k in ("kept", "with gradients")]
         rows.append([name, ratio(found["time"][name]), *kept])
@@ -300,7 +303,7 @@ def storage() -> str:
 
 
 def plan() -> str:
-    """Tabulate planned and profiled bytes."""
+    """Tabulate the bytes that were planned and the bytes that were profiled."""
     found = load(RESULTS / "plan.json")
     rows: Rows = [["", "recipe", "predicted, MB", "measured, MB", "ratio"]]
     for model, recipes in found["plans"].items():
@@ -311,7 +314,7 @@ def plan() -> str:
 
 
 def plan_llama() -> str:
-    """Tabulate the best recipe of each Llama on each machine."""
+    """Tabulate the best recipe for each Llama model on each machine."""
     found = load(DATA / "plan_llama.json")
     heads = ["Llama", "GPUs", "best recipe that fits", "its peak"]
     heads += ["float32 peak", "smallest peak"]
@@ -335,7 +338,7 @@ POPULATION = {
 
 
 def population() -> str:
-    """One graph of all members beside a loop over them."""
+    """Tabulate the time of one graph for all members, relative to a loop over them."""
     found = load(ONE_THREAD / "population.json")
     cells = found["cells"]
     rows: Rows = [["", *(f"{count} members" for count in cells)]]
@@ -347,10 +350,10 @@ def population() -> str:
 
 
 def train_step() -> str:
-    """Forward, backward and update as one graph, and not."""
+    """Tabulate peak and time of training steps, in one graph and in other ways."""
     found = load(RESULTS / "train_step.json")
     models = found["models"]
-    heads = [f"{m}: {what}" for m in models for what in ("peak", "step (quartiles)")]
+    heads = [f"{m}: {what}" for m in models for what in ("peak", "step time (quartiles)")]
     rows: Rows = [["", *heads]]
     for way in models["GPT"]:
         if all(way in cells for cells in models.values()):
@@ -376,7 +379,7 @@ def finals(compute: str, name: str) -> list[float]:
 
 
 def with_error(values: Sequence[float], form: str) -> str:
-    """Return the mean, and its standard error if there are several seeds."""
+    """Format the mean, with its standard error if there are several seeds."""
     shown = f"{mean(values):{form}}"
     if len(values) > 1:
         shown += f" ± {stdev(values) / sqrt(len(values)):{form.lstrip('+')}}"
@@ -387,7 +390,7 @@ COUNTS = {1: "one seed", 3: "three seeds", 5: "five seeds"}
 
 
 def of_seeds() -> str:
-    """Name the source of the tables of `make train`, and how many seeds it has."""
+    """Name the source of the tables of `make train`, and the number of seeds."""
     seeds = len(finals("float32", "float32"))
     many = COUNTS.get(seeds, f"{seeds} seeds")
     said = f"mean ± standard error of {many}" if seeds > 1 else many
@@ -395,7 +398,7 @@ def of_seeds() -> str:
 
 
 def loss() -> str:
-    """Tabulate how far the runs of `make train` end from float32, seed by seed."""
+    """Tabulate how far the final losses of `make train` are from float32, seed by seed."""
     found = load(DATA / "loss.json")
     rows: Rows = [["bfloat16 weights", *(f"computed in {c}" for c in found["runs"])]]
     wide = finals("float32", "float32")
@@ -412,7 +415,7 @@ def loss() -> str:
 
 
 def headline() -> str:
-    """Tabulate bytes and loss of the runs of `make train` that most people choose from."""
+    """Tabulate bytes and loss of the `make train` runs from which most people choose."""
     found = load(DATA / "loss.json")
     heads = ["weights", "optimizer", "bytes per parameter"]
     rows: Rows = [[*heads, *(f"loss, computed in {c}" for c in found["runs"])]]
@@ -441,17 +444,17 @@ def lbfgs() -> str:
 
 
 def tasks() -> dict[str, Any]:
-    """What was trained, by its name."""
+    """Return the results of each task by its name."""
     return load(WHICH)["tasks"]
 
 
 def cells(name: str) -> dict[str, Any]:
-    """What an optimizer did, by the task."""
+    """Return the results of an optimizer, by task."""
     return {task: about["optimizers"][name] for task, about in tasks().items()}
 
 
 def contenders() -> list[str]:
-    """Those that trained every task; first is whose mean rank is best."""
+    """Return the optimizers that trained on every task, sorted by mean rank."""
     ranks: dict[str, list[int]] = {}
     every = [about["optimizers"] for about in tasks().values()]
     for part in every:
@@ -462,19 +465,19 @@ def contenders() -> list[str]:
 
 
 def title(name: str) -> str:
-    """Name a row; a star says that another machine trained it."""
+    """Return the name for a row, with a star if another machine trained this optimizer."""
     return f"`{name}`" + " \\*" * (name in load(WHICH).get("added", {}))
 
 
 def loss_of(x: float | None) -> str:
-    """A loss; a dash if there is none."""
+    """Format a loss, or return a dash if there is none."""
     if x is None or x >= 1e4:
         return "-" if x is None else "diverged"
     return f"{x:.2g}" if x < 0.1 else f"{x:.3f}"
 
 
 def which_source() -> str:
-    """Name the source of the numbers of which.md."""
+    """Name the source of the results in which.md."""
     said = source(load(WHICH))
     if added := load(WHICH).get("added"):
         about = next(iter(added.values()))
@@ -490,14 +493,14 @@ def by_task(rows: Rows) -> str:
 
 
 def times_of(cell: Any) -> tuple[float, float]:
-    """The time of a step, and of one with its pass, by AdamW's on the same machine."""
+    """Return the times of a step, and of a pass with a step, relative to those of AdamW."""
     beside = cell["beside"]
     step, reference = cell["step"], beside["step"]
     return step / reference, (beside["pass"] + step) / (beside["pass"] + reference)
 
 
 def which_loss() -> str:
-    """Tabulate final losses with half their range."""
+    """Tabulate final losses with half of their range."""
     rows: Rows = []
     for name in contenders():
         row = [title(name)]
@@ -509,7 +512,7 @@ def which_loss() -> str:
 
 
 def which_cost() -> str:
-    """Tabulate the best lr, the bytes and the time of a step in "language"."""
+    """Tabulate the best lr, the bytes and the time of a step for the task "language"."""
     rows: Rows = [["", "best lr", "bytes per parameter", "time of a step / AdamW's"]]
     for name in contenders():
         own = cells(name)["language"]
@@ -519,7 +522,7 @@ def which_cost() -> str:
 
 
 def to_reference(timed: bool) -> str:
-    """Tabulate the way to AdamW's final loss, as shares of AdamW's steps or time."""
+    """Tabulate the steps or the time to AdamW's final loss, as fractions of AdamW's."""
     rows: Rows = []
     for name in contenders():
         row = [title(name)]
@@ -533,17 +536,17 @@ def to_reference(timed: bool) -> str:
 
 
 def which_steps() -> str:
-    """Tabulate steps to AdamW's final loss."""
+    """Tabulate the number of steps to AdamW's final loss."""
     return to_reference(timed=False)
 
 
 def which_time() -> str:
-    """Tabulate time to AdamW's final loss."""
+    """Tabulate the time to AdamW's final loss."""
     return to_reference(timed=True)
 
 
 def tables() -> dict[str, str]:
-    """Every table by its name in a page."""
+    """Return every table, by the name that it has in a page."""
     made = [
         steps,
         steps_avx2,
@@ -571,7 +574,7 @@ def tables() -> dict[str, str]:
 
 
 def filled(page: str) -> str:
-    """The page with each of its tables as the numbers are now."""
+    """Return the page with all of its tables as the present results give them."""
     made = tables()
     return re.sub(
         rf"<!-- ({'|'.join(made)}) -->\n.*?<!-- / -->",

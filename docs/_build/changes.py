@@ -1,7 +1,7 @@
-"""A hook of MkDocs: the site's page of changes shows CHANGELOG.md.
+"""A hook of MkDocs, which shows CHANGELOG.md on the site's page of changes.
 
-In a checkout docs/changes.md says where that file is, because a copy would be a second
-place to change.
+In a checkout, docs/changes.md only says where CHANGELOG.md is, because a copy would have to
+be changed in two places.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Return the text of a page: of this one another file's."""
+    """Return the text of a page; the text of changes.md is that of CHANGELOG.md."""
     if page.file.src_uri != "changes.md":
         return markdown
     return (ROOT / "CHANGELOG.md").read_text()

@@ -1,7 +1,7 @@
-"""The sections and the table of cookbook.md, from the files in examples/rules.
+"""Write the sections and the table of cookbook.md from the files in examples/rules.
 
-The docstring of such a file has three paragraphs: the citation of the paper, the formula of
-the update, and when to use the rule.
+The docstring of each of these files has three paragraphs: the citation of the paper, the
+formula of the update, and when to use the rule.
 """
 
 import ast
@@ -23,7 +23,7 @@ GIVEN = {"self", "g", "s", "t", "x", "z", "r", "c"}
 
 
 class Rule(NamedTuple):
-    """What the page says about a file."""
+    """The text about one file that the page contains."""
 
     file: str
     name: str
@@ -34,7 +34,7 @@ class Rule(NamedTuple):
 
 
 def linked(citation: str) -> str:
-    """Return a citation, as "Title, Authors (Source).", linked by its arXiv number."""
+    """Return a citation, "Title, Authors (Source).", with a link by its arXiv number."""
     title, authors, source = re.fullmatch(r"(.*), (.*) \((.*)\)\.", citation).groups()
     if not source.startswith("arXiv:"):
         return f"{title}, {authors} ({source})"
@@ -42,7 +42,7 @@ def linked(citation: str) -> str:
 
 
 def shown(cls: ast.ClassDef) -> str:
-    """Return the parts of own_rule.md that a class illustrates."""
+    """Return the sections of own_rule.md that a class illustrates."""
     methods = {x.name: x for x in cls.body if isinstance(x, ast.FunctionDef)}
     names = {x.id for x in ast.walk(cls) if isinstance(x, ast.Name)}
     classes = {x.name for x in cls.body if isinstance(x, ast.ClassDef)}
@@ -58,7 +58,7 @@ def shown(cls: ast.ClassDef) -> str:
 
 
 def rule_of(path: Path) -> Rule:
-    """Read a file."""
+    """Read a file of examples/rules."""
     text = path.read_text()
     tree = ast.parse(text)
     (cls,) = [x for x in tree.body if isinstance(x, ast.ClassDef)]
@@ -69,7 +69,7 @@ def rule_of(path: Path) -> Rule:
 
 
 def rules() -> list[Rule]:
-    """Return the rules by name."""
+    """Return all rules by name."""
     found = [rule_of(path) for path in FOLDER.glob("*.py")]
     return sorted(found, key=lambda rule: rule.name.lower())
 
@@ -83,7 +83,7 @@ def table() -> str:
 
 
 def sections() -> str:
-    """Return a section with the file of each rule that is shown."""
+    """Return a section with the file's code for each rule that the page shows."""
     parts = []
     for r in [r for r in rules() if r.name in SHOWN]:
         code = included.fenced(f"examples/rules/{r.file}")
@@ -92,7 +92,7 @@ def sections() -> str:
 
 
 def filled(page: str) -> str:
-    """Return the page with the rules as they are now."""
+    """Return the page with the present rules."""
     for name, made in (("others", table()), ("files", sections())):
         whole = f"<!-- {name} -->\n\n{made}\n<!-- / -->"
         page = re.sub(

@@ -1,9 +1,10 @@
-"""Write all text of the documentation that is generated, and `make docs` runs this first.
+"""Write all generated text of the documentation; `make docs` runs this program first.
 
-docs/optimizers/ has a page for each optimizer, which is committed, and removed when its
-optimizer is. docs/reference/ has three pages of the optimizers' names. README.md and many
-other pages have tables and code of examples between comments: those are replaced. Tests
-compare what is committed with what this program would write.
+docs/optimizers/ contains a page for each optimizer. These pages are committed, and are
+removed if their optimizer is removed. docs/reference/ contains three pages whose names are
+those of the optimizers. README.md and many other pages contain tables and example code
+between comments, which this program replaces. Tests compare the committed files with the
+text that this program would write.
 """
 
 from pathlib import Path
@@ -20,7 +21,7 @@ LISTS = ("../README.md", "choose.md")
 
 
 def files() -> dict[Path, str]:
-    """Every generated file's path, under docs/, and text."""
+    """Return the path of every generated file, relative to docs/, and its text."""
     made = {Path("optimizers/index.md"): optimizer_pages.index()}
     for name in optimizer_pages.names():
         made[Path(f"optimizers/{name}.md")] = optimizer_pages.page(name)
@@ -43,7 +44,7 @@ def files() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Write what changed."""
+    """Write the files whose text has changed."""
     made = files()
     (DOCS / "optimizers").mkdir(exist_ok=True)
     for path in (DOCS / "optimizers").glob("*.md"):

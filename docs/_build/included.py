@@ -1,8 +1,8 @@
-"""Code of examples that stands in a page, so that the page can be read without a build.
+"""Copy example code into a page, so that you can read the page without a build.
 
-`<!-- code: examples/own_rule.py:signsgd -->` begins the place and `<!-- / -->` ends it. The
-text between them is the section of the file from `# [start:signsgd]` to `# [end:signsgd]`,
-or the whole file if no section is named. A test says when a page and its file differ.
+The code is placed between `<!-- code: examples/own_rule.py:signsgd -->` and `<!-- / -->`.
+It is the section of the file from `# [start:signsgd]` to `# [end:signsgd]`, or the whole
+file if no section is named. A test fails if a page and its file differ.
 """
 
 import re
@@ -13,10 +13,10 @@ PLACE = re.compile(r"<!-- code: ([\w/.]+?)(?::(\w+))? -->\n.*?<!-- / -->", re.S)
 
 
 def section(path: str, name: str | None) -> str:
-    """Return the code of a file, or the part of it that has this name.
+    """Return the code of a file, or of the section of the file with this name.
 
     Raises:
-        SystemExit: The file has no such part.
+        SystemExit: The file has no such section.
     """
     text = (ROOT / path).read_text()
     if name is None:
@@ -28,12 +28,12 @@ def section(path: str, name: str | None) -> str:
 
 
 def fenced(path: str, name: str | None = None) -> str:
-    """Return the code in a fence that tests do not run, because they run the file."""
+    """Return the code in a fence that tests skip, because they run the file itself."""
     return f"```{{.python .notest}}\n{section(path, name)}\n```"
 
 
 def filled(page: str) -> str:
-    """Return the page with the code that the files have now."""
+    """Return the page with the code that its files contain now."""
 
     def place(found: re.Match[str]) -> str:
         head = found[0].partition("\n")[0]

@@ -1,4 +1,4 @@
-"""A hook of MkDocs: the menu's optimizers, which are the table of docs/choose.md."""
+"""A hook of MkDocs: the menu lists the optimizers in the table of docs/choose.md."""
 
 import re
 from pathlib import Path
@@ -9,13 +9,13 @@ ROW = re.compile(r"^\| \[`(\w+)`\]\((optimizers/\w+\.md)\)", re.M)
 
 
 def optimizers() -> list[dict[str, str]]:
-    """Return the pages of the table in its order, each with the class as its title."""
+    """Return the pages in the order of the table, with their classes as titles."""
     table = (Path(__file__).parents[1] / "choose.md").read_text()
     return [{name: page} for name, page in ROW.findall(table)]
 
 
 def on_config(config: Any) -> Any:
-    """Put them behind the other pages about optimizers."""
+    """Put the pages of the optimizers behind the other pages about optimizers."""
     (pages,) = [x["Optimizers"] for x in config.nav if "Optimizers" in x]
     pages += optimizers()
     return config

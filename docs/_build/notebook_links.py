@@ -1,7 +1,7 @@
-"""A hook of MkDocs: links of notebooks to pages, which mkdocs-jupyter leaves as they are.
+"""A hook of MkDocs: links from notebooks to pages, which mkdocs-jupyter does not convert.
 
-In a notebook a link goes to page.md, as GitHub and Jupyter have it, and on the site to
-page.html.
+Links in a notebook go to page.md, which works on GitHub and in Jupyter. On the site, this
+hook changes them to page.html.
 """
 
 import re
@@ -11,7 +11,7 @@ PAGE = re.compile(r'href="(?!\w+:)([^"#]+)\.md(#[^"]*)?"')
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """The HTML of a page as it is written."""
+    """Return the HTML of a page with converted links."""
     if not page.file.src_uri.endswith(".ipynb"):
         return output
     return PAGE.sub(r'href="\1.html\2"', output)

@@ -48,7 +48,7 @@ SIDE = 512
 
 @dataclass(frozen=True)
 class Documented:
-    """The parts of a class docstring; missing arguments are taken from the base classes."""
+    """The parts of a class docstring, with missing arguments from its base classes."""
 
     title: str
     summary: str
@@ -58,7 +58,7 @@ class Documented:
 
     @classmethod
     def of(cls, described: type) -> "Documented":
-        """Split the docstring at its headings, which tests require."""
+        """Split a docstring at its headings, which tests require."""
         text = inspect.cleandoc(described.__doc__ or "")
         text, _, _ = text.partition("\n>>> ")
         first, *parts = re.split(r"\n\n(Args|Raises|References):\n", text)
@@ -134,17 +134,17 @@ def class_of(name: str) -> type[torch.optim.Optimizer]:
 
 
 def arxiv(text: str) -> str:
-    """Replace references to arXiv by links."""
+    """Replace arXiv references by links."""
     return re.sub(r"arXiv:(\d{4}\.\d{4,5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
 
 
 def cell(text: str) -> str:
-    """Escape a text for a cell of a table."""
+    """Escape a text for a table cell."""
     return text.replace("|", "\\|").replace("*", "\\*").replace("_", "\\_")
 
 
 def kept(name: str, options: str) -> Iterator[tuple[str, dict[str, tuple[str, float]]]]:
-    """Yield each storage mode with the bytes per element of parameter and state."""
+    """Yield each storage mode with the bytes per element of the parameter and the state."""
     for dtype, storage, called in STORAGES:
         p = torch.zeros(SIDE, SIDE, dtype=dtype, requires_grad=True)
         try:
@@ -163,7 +163,7 @@ def kept(name: str, options: str) -> Iterator[tuple[str, dict[str, tuple[str, fl
 
 
 def bytes_text(x: float) -> str:
-    """Return the number with at most two decimals: 8, or 2.12."""
+    """Format a number with at most two decimals, such as 8 or 2.12."""
     return f"{x:.2f}".rstrip("0").rstrip(".")
 
 
@@ -275,7 +275,7 @@ def uncompiled(cls: type) -> Generator[None]:
 
 
 def printed(name: str, program: str) -> str:
-    """Run a program without a compiler, and return what it prints."""
+    """Run a program without a compiler, and return its output."""
     output = StringIO()
     with uncompiled(class_of(name)), redirect_stdout(output):
         exec(compile(program, name, "exec"), {"__name__": "page"})
@@ -283,9 +283,9 @@ def printed(name: str, program: str) -> str:
 
 
 def shown(title: str, program: str, output: str = "") -> str:
-    """Return a program under its title, and what it prints.
+    """Return a program under its title, and the output of the program.
 
-    Tabs would be clearer on the site, but a reader of the Markdown could not read them.
+    Tabs would be clearer on the site, but could not be read in the Markdown source.
     """
     text = f"\n\n```text\n{output}```" if output else ""
     return f"{title}:\n\n```python\n{program}```{text}"
@@ -302,15 +302,15 @@ def facts(name: str) -> list[str]:
         )
     if rule.means is not None:
         found.append(
-            "Each step computes means over each tensor, which requires a second pass over "
-            "the gradient and the state. If tensors are sharded, the processes exchange "
-            "these means in one message per step."
+            "To compute means over each tensor, each step needs a second pass over the "
+            "gradient and the state. If tensors are sharded, the processes exchange these "
+            "means in one message per step."
         )
     if rule.accumulate is None:
         found.append(
             '[Gradient release](../release.md) with `accumulation="states"` raises an '
-            "error, because the new state cannot be computed from the gradient of one "
-            'micro-batch at a time. Use `accumulation="buffer"` instead.'
+            "error, because the new state depends on the gradients of all micro-batches "
+            'together. Use `accumulation="buffer"` instead.'
         )
     return found
 
@@ -331,8 +331,8 @@ def page(name: str) -> str:
         f"**{cell(summary)}**",
         "## Programs",
         shown(
-            "Use the class like any other torch optimizer (the program prints the shapes "
-            "of the state tensors)",
+            "Use the class like any other torch optimizer. The program prints the shapes "
+            "of the state tensors",
             program,
             printed(name, program),
         ),
@@ -371,11 +371,10 @@ def index() -> str:
     rows = [
         "# Optimizers",
         "",
-        "Every optimizer is available as a class, which you use like the classes of "
-        "torch.optim, and as a pure function. The page of each optimizer shows programs to "
-        "copy, the formula of the update, typical hyperparameters and the size of the "
-        "state. [Choose an optimizer](../choose.md) helps you decide which optimizer to "
-        "use.",
+        "Every optimizer is available both as a class and as a pure function. You use the "
+        "classes like those in torch.optim. Each optimizer has its own page with programs "
+        "to copy, the update formula, typical hyperparameters and the size of the state. "
+        "[Choose an optimizer](../choose.md) helps you decide which optimizer to use.",
         "",
         "```python",
         INDEX_PROGRAM + "```",
@@ -414,15 +413,16 @@ def index() -> str:
 
 If torch.optim contains the same optimizer, the moments have the same names as in
 torch.optim. Moments are stored without bias correction. State dicts from torch.optim can
-therefore be loaded into the classes of this package, and the other way round. The state of
-a 16-bit parameter also has the key `kahan_comp`, unless Kahan summation is off.
+therefore be loaded into the classes of this package, and vice versa. The state of a 16-bit
+parameter also has the key `kahan_comp`, unless Kahan summation is off.
 """
     shapes = """
 - In Adafactor's state, `row_var` has the shape (..., rows, 1) and `col_var` the shape
   (..., 1, columns). If the parameter is a vector, `variance` has the parameter's shape.
   Tensors that a parameter does not need are empty.
 - NorMuon's `second_momentum_buffer` has the shape (..., rows, 1).
-- SOAP stores `exp_avg` and `exp_avg_sq` in the coordinates of its bases.
+- SOAP stores `exp_avg` and `exp_avg_sq` in the coordinates of the bases that it computes,
+  not in the coordinates of the parameter.
 - RMSprop with `centered=True` stores both of its means in float32 or wider. SOAP and
   Shampoo store all of their state in float32 or wider.
 - In eval mode, the schedule-free classes also store the trained weights as `train_param`.
@@ -446,13 +446,13 @@ USUAL = {"l2": "L2", "decoupled": "decoupled", "proximal": "proximal"}
 
 
 def in_order(table: str) -> list[str]:
-    """Return all optimizers in the order of a table's rows, with new ones at the end."""
+    """Return all optimizers in the order of a table's rows; new optimizers come last."""
     known = [name for name in ROW.findall(table) if name in names()]
     return [*known, *(name for name in names() if name not in known)]
 
 
 def grouped_rows(order: list[str], key: Callable[[str], str]) -> dict[str, list[str]]:
-    """Group names by their key."""
+    """Return names in groups, by the key of each name."""
     groups: dict[str, list[str]] = {}
     for name in order:
         groups.setdefault(key(name), []).append(name)
@@ -465,7 +465,7 @@ def coded(found: Iterable[str]) -> str:
 
 
 def glance(order: list[str]) -> str:
-    """Return the table to choose by: purposes, and bytes without the gradient."""
+    """Return the table to choose from: the purpose of each optimizer, and its bytes."""
     rows = ["| optimizer | for | float32 | bfloat16 | compact |", "|---|---|---|---|---|"]
     for name in order:
         note = Note.of(name)
@@ -492,7 +492,7 @@ def entry(name: str) -> str:
 
 
 def entries(order: list[str]) -> str:
-    """Return the table of the names in the state."""
+    """Return the table of the keys in the state of each optimizer."""
     rows = ["| optimizer | keys of `optimizer.state[p]`, except `step` |", "|---|---|"]
     for keys, same in grouped_rows(order, entry).items():
         titles = ", ".join([class_of(name).__name__ for name in same])
@@ -501,7 +501,7 @@ def entries(order: list[str]) -> str:
 
 
 def listed(order: list[str]) -> str:
-    """Return README's table: the classes, grouped by their default kind of decay."""
+    """Return README's table: the classes, grouped by their default kind of weight decay."""
     rows = ["| class | weight decay |", "|---|---|"]
 
     def decay(name: str) -> str:

@@ -1,9 +1,10 @@
-"""The reference: signatures and docstrings of what is public, as Markdown.
+"""Write the reference: signatures and docstrings of public names, as Markdown.
 
-In docs/reference/ the text of a name stands between `<!-- api: optimi_func.unroll -->` and
-`<!-- / -->`, so that it can be read without a build. Members of a class that are shown
-follow its name; all of its own are if none is given, and none if "none" is. Three pages
-are written as a whole, because their names are those of the optimizers.
+In docs/reference/, the text about a name is placed between `<!-- api: optimi_func.unroll
+-->` and `<!-- / -->`, so that you can read it without a build. After the name of a class, a
+comment can list the members to show. Without such a list, all members that the class itself
+defines are shown, and with "none", no member is shown. Three pages are generated
+completely, because the names in them are those of the optimizers.
 """
 
 import inspect
@@ -47,10 +48,10 @@ EXAMPLE = re.compile(r"^>>> .*?(?=\n\n(?!>>> )|\Z)", re.M | re.S)
 
 
 def found(path: str) -> Any:
-    """Return what a dotted name is.
+    """Return the object with a dotted name.
 
     Raises:
-        SystemExit: There is nothing of that name.
+        SystemExit: There is no object with this name.
     """
     parts = path.split(".")
     for i in range(len(parts), 0, -1):
@@ -68,14 +69,14 @@ def found(path: str) -> Any:
 
 
 def default(x: Any) -> Any:
-    """Return a default so that it is shown as a user writes it."""
+    """Return a default value in the form in which a user writes it."""
     if isinstance(x, type) and x is not inspect.Parameter.empty:
         return Shown(x.__name__)
     return Shown("math.inf") if x == math.inf else x
 
 
 def signature(name: str, made: Any) -> str:
-    """Return a signature on one line, or with an argument on each line."""
+    """Return a signature on one line if it fits, or else with one argument per line."""
     shown = named(inspect.signature(made))
     whole = list(shown.parameters.values())
     method = "." in getattr(made, "__qualname__", "")
@@ -101,7 +102,7 @@ def signature(name: str, made: Any) -> str:
 
 
 def entries(text: str) -> list[tuple[str, str]]:
-    """Return the names of a section and what it says of them; "" for a name without."""
+    """Return the names in a section and their texts; "" if a text has no name."""
     text = inspect.cleandoc(text)
     cut = re.split(r"^([\w*]+(?:, [\w*]+)*|\([\w, ]+\)): ", text, flags=re.M)
     first = [("", cut[0].strip())] if cut[0].strip() else []
@@ -138,7 +139,7 @@ def written(text: str) -> str:
 
 
 def members_of(made: Any) -> list[str]:
-    """Return the names of the documented methods and properties of a class itself."""
+    """Return the names of documented methods and properties of a class itself."""
     kinds = (property, classmethod, staticmethod)
     return [
         name
@@ -149,12 +150,12 @@ def members_of(made: Any) -> list[str]:
 
 
 def heading(path: str, name: str, level: int) -> str:
-    """Return a heading that pages link to, on the site and in a checkout."""
+    """Return a heading to which pages can link, on the site and in a checkout."""
     return f'<a id="{path}"></a>\n\n{"#" * level} `{name}`'
 
 
 def entry(path: str, members: list[str] | None = None, level: int = 2) -> str:
-    """Return the text of a module, a class, a function or a property."""
+    """Return the reference text of a module, a class, a function or a property."""
     made = found(path)
     name = path.rpartition(".")[2]
     if inspect.ismodule(made):
@@ -174,7 +175,7 @@ def entry(path: str, members: list[str] | None = None, level: int = 2) -> str:
 
 
 def filled(page: str) -> str:
-    """Return a page with the signatures and docstrings that the package has now."""
+    """Return a page with the present signatures and docstrings of the package."""
 
     def place(at: re.Match[str]) -> str:
         head = at[0].partition("\n")[0]
@@ -186,14 +187,14 @@ def filled(page: str) -> str:
 
 
 def classes() -> str:
-    """Every class, and what they share."""
+    """Return the page about the classes, and about the arguments they have in common."""
     every = [optimizer_pages.class_of(name).__name__ for name in optimizer_pages.names()]
     base = "BaseOptimizer"
     parts = [
         "# Classes",
         "The optimizer classes on this page are subclasses of `torch.optim.Optimizer`. "
-        "Import them from `optimi_func`. The arguments and methods that all optimizer "
-        f"classes have in common are described under [`{base}`]"
+        "Import the classes from `optimi_func`. The arguments and methods that all "
+        f"optimizer classes have in common are described under [`{base}`]"
         f"(#optimi_func.optimizers.{base}), at the end of the page.",
         *(
             entry(f"optimi_func.{x}", [])
@@ -206,26 +207,26 @@ def classes() -> str:
 
 
 def shown(module: str, name: str, made: Any, level: int = 3) -> str:
-    """A heading that can be linked to, and the signature."""
+    """Return a heading to which pages can link, and the signature."""
     head = heading(f"{module}.{name}", name, level)
     return f"{head}\n\n```{{.python .notest}}\n{signature(name, made)}\n```"
 
 
 def pure() -> str:
-    """The pure optimizers and their functions."""
+    """Return the page about the pure optimizers and their functions."""
     module = "optimi_func.functional"
     parts = [
         "# Pure functions",
         entry(module),
         "The next three entries describe the pure functions for AdamW. `help(lion_step)` "
-        "prints the same description for Lion.",
+        "prints the corresponding description for Lion.",
         *(entry(f"{module}.{name}", []) for name in ("adamw", "adamw_init", "adamw_step")),
         entry(f"{module}.FunctionalOptimizer", ["init", "step", "eval_params", "numbers"]),
         entry("optimi_func.TreeState"),
         entry("optimi_func.LeafState", []),
         "## All optimizers",
-        "The page of each [optimizer](../optimizers/index.md) shows the formula of the "
-        "update and the meaning of the hyperparameters.",
+        "Each [optimizer](../optimizers/index.md) has its own page, which shows the update "
+        "formula and explains the hyperparameters.",
     ]
     for name in optimizer_pages.names():
         if name == "adamw":
@@ -241,7 +242,7 @@ def pure() -> str:
 
 
 def compiled_steps() -> str:
-    """The compiled names."""
+    """Return the page about the compiled functions."""
     module = "optimi_func.compiled"
     parts = [
         "# Compiled steps",
@@ -253,10 +254,10 @@ def compiled_steps() -> str:
         entry(f"{module}.step"),
         entry(f"{module}.step_"),
         "## By optimizer",
-        "Functions whose name ends in `_step` return new parameters and a new state. "
-        "Functions whose name ends in `_step_` write into the parameters and the state "
-        "that you pass. The next two entries describe both functions for AdamW; the "
-        "functions of the other optimizers work in the same way.",
+        "Functions whose names end in `_step` return new parameters and a new state. "
+        "Functions whose names end in `_step_` overwrite the parameters and the state that "
+        "you pass. The next two entries describe both functions for AdamW. The functions "
+        "for the other optimizers work in the same way.",
         entry(f"{module}.adamw_step", level=3),
         entry(f"{module}.adamw_step_", level=3),
     ]
@@ -268,7 +269,7 @@ def compiled_steps() -> str:
 
 
 def pages() -> dict[str, str]:
-    """Return the text of each page, by its name in docs/reference/."""
+    """Return the texts of the generated pages, by file name in docs/reference/."""
     return {
         "optimizers.md": classes(),
         "functional.md": pure(),

@@ -1,8 +1,9 @@
 """Shared parts of the pictures: one palette, boxes and arrows as SVG, charts by matplotlib.
 
-All are drawn on white; in the dark the site turns their lightness around and keeps hues, so
-that every color is of middling lightness, and nothing is told by color alone. Pages show
-them 690 pixels wide, which is 0.69 of those that are made of boxes.
+All pictures are drawn on white. In dark mode, the site inverts the lightness of the
+pictures and keeps the hues. All colors therefore have a medium lightness, and nothing is
+shown by color only. Pages show the pictures with a width of 690 pixels. This is 0.69 of the
+width of pictures that consist of boxes.
 """
 
 from pathlib import Path
@@ -20,7 +21,7 @@ MONO = "ui-monospace, SFMono-Regular, 'DejaVu Sans Mono', monospace"
 
 
 class Picture:
-    """Boxes, words and arrows, from the upper left corner."""
+    """A picture of boxes, words and arrows, with its origin in the upper left corner."""
 
     def __init__(self, width: int, height: int, title: str) -> None:
         self.width, self.height, self.title = width, height, title
@@ -29,7 +30,7 @@ class Picture:
     def box(
         self, x: float, y: float, width: float, height: float, color: str = GREY
     ) -> None:
-        """A box with a frame of its color."""
+        """Draw a box with a frame of the same color."""
         self.parts.append(
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
             f'rx="6" fill="{PALE[color]}" stroke="{color}" stroke-width="1.5"/>'
@@ -46,7 +47,7 @@ class Picture:
         mono: bool = False,
         bold: bool = False,
     ) -> None:
-        """One line, its baseline at y."""
+        """Draw one line of text with its baseline at y."""
         font = f' font-family="{MONO}"' if mono else ""
         weight = ' font-weight="600"' if bold else ""
         self.parts.append(
@@ -62,7 +63,7 @@ class Picture:
         dashed: bool = False,
         width: float = 1.8,
     ) -> None:
-        """A line through points, with a head at its end or not."""
+        """Draw a line through points, with or without an arrowhead at its end."""
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         more = ' marker-end="url(#head)"' if arrow else ""
         more += ' stroke-dasharray="5 4"' if dashed else ""
@@ -72,7 +73,7 @@ class Picture:
         )
 
     def save(self, name: str, folder: Path = HERE) -> None:
-        """Write it."""
+        """Write the picture to a file."""
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" '
             f'viewBox="0 0 {self.width} {self.height}" width="{self.width}" '
@@ -87,7 +88,7 @@ class Picture:
 
 
 def heading(picture: Picture, second: str = "") -> None:
-    """The finding, and one line of how."""
+    """Draw the title, which states the finding, and one line that explains the picture."""
     picture.text(24, 36, picture.title, 24, anchor="start", bold=True)
     if second:
         picture.text(24, 64, second, 17, FAINT, anchor="start")
@@ -101,7 +102,7 @@ def machine(about: dict) -> str:
 
 
 def chart(title: str, second: str, width: float, height: float, columns: int = 1):
-    """A figure and its axes, in the palette."""
+    """Return a figure and its axes, in the palette."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -136,7 +137,7 @@ def chart(title: str, second: str, width: float, height: float, columns: int = 1
 
 
 def save(figure, name: str, folder: Path = HERE) -> None:
-    """Write a chart without the day it was drawn on."""
+    """Write a chart, without the date on which it was drawn."""
     import matplotlib.pyplot as plt
 
     figure.savefig(folder / name, metadata={"Date": None})

@@ -1,8 +1,9 @@
-"""The house: every room of the package on the floor that its imports give it.
+"""Draw the house, which shows every room of the package on its floor.
 
-A room is a folder or a module of the package. Its floor is one more than the highest that
-it imports from. `python docs/pictures/house.py` draws house.svg, and a test fails if a
-module is missing in it. The optimizers, a file each, are not named.
+A room is a folder or a module of the package. The floor of a room is one above the highest
+floor from which the room imports. `python docs/pictures/house.py` draws house.svg, and a
+test fails if a module is missing in this picture. The optimizers, which have one file each,
+are not named.
 """
 
 import ast
@@ -23,7 +24,7 @@ INTERNAL = ("classes", "core", "pure", "state")
 
 
 def modules() -> dict[str, list[str]]:
-    """Return the files of each room, those in C++ with their suffix; of optimizers none."""
+    """Return the files of each room, without optimizers; C++ files have a suffix."""
     found: dict[str, list[str]] = defaultdict(list)
     for path in sorted([*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.cpp")]):
         room, *rest = path.relative_to(PACKAGE).with_suffix("").parts
@@ -33,7 +34,7 @@ def modules() -> dict[str, list[str]]:
 
 
 def imports() -> dict[str, set[str]]:
-    """Return the rooms that each room imports from."""
+    """Return the rooms from which each room imports."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in PACKAGE.rglob("*.py"):
         room = path.relative_to(PACKAGE).with_suffix("").parts[0]
@@ -47,7 +48,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def floors() -> list[list[str]]:
-    """Return the rooms of each floor, the lowest floor first."""
+    """Return the rooms of each floor, beginning with the lowest floor."""
     below = imports()
     height: dict[str, int] = {}
 
@@ -62,7 +63,7 @@ def floors() -> list[list[str]]:
 
 
 def wrapped(names: list[str], width: float) -> list[str]:
-    """Break names into lines of at most `width` pixels."""
+    """Break names into lines with a width of at most `width` pixels."""
     lines: list[str] = []
     for name in names:
         if lines and len(f"{lines[-1]} · {name}") * 8.6 < width - 12:
@@ -73,7 +74,7 @@ def wrapped(names: list[str], width: float) -> list[str]:
 
 
 def phrase(room: str, width: float) -> list[str]:
-    """Return the first sentence of a room's docstring in lines of at most `width`."""
+    """Return the first sentence of a room's docstring, in lines of `width` pixels."""
     path = PACKAGE / f"{room}.py"
     if not path.exists():
         path = PACKAGE / room / "__init__.py"
@@ -84,14 +85,14 @@ def phrase(room: str, width: float) -> list[str]:
 
 
 def color(room: str) -> str:
-    """Return the color of a room by who uses it."""
+    """Return the color of a room, which shows who uses the room."""
     if room == "execution":
         return ORANGE
     return GREY if room in INTERNAL else BLUE
 
 
 def draw(folder: Path = HERE) -> None:
-    """Draw floor by floor, from the roof."""
+    """Draw all floors, beginning with the roof."""
     inside = modules()
     rows = []
     for rooms in reversed(floors()):

@@ -1,4 +1,4 @@
-"""How far the runs of `make train` are from float32, by the dtype of the computation."""
+"""Draw how far the losses of `make train` are from float32, by dtype of the computation."""
 
 import json
 from math import sqrt

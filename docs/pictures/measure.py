@@ -1,10 +1,11 @@
-"""Train what some of the pictures and tables show, and keep the numbers beside them.
+"""Run the trainings for some of the pictures and tables, and store their results in data/.
 
-`python docs/pictures/measure.py loss` takes about 40 minutes: it trains the runs of
-`make train` with five seeds, computing in float32 and in bfloat16. `muon` takes minutes
-(examples/muon_gpt.py, whose picture it draws too), `population` one (the sweep of
-examples/lr_sweep.py), `plan_llama` two (examples/plan_llama.py). The files under data/ are
-committed, so that drawing does not need training.
+`python docs/pictures/measure.py loss` takes about 40 minutes: it trains the runs of `make
+train` with five seeds, computing in float32 and in bfloat16. `muon` takes several minutes
+(it runs examples/muon_gpt.py and also draws the picture of this example). `population`
+takes one minute (the sweep of examples/lr_sweep.py), and `plan_llama` takes two minutes
+(examples/plan_llama.py). The files in data/ are committed, so you can draw the pictures
+without training.
 """
 
 import json
@@ -27,7 +28,7 @@ import train_gpt  # noqa: E402
 
 
 def about(command: str) -> dict[str, object]:
-    """The machine, the day and the command."""
+    """Return the machine, the date and the command of a measurement."""
     found = harness.machine(__file__, harness.Options(threads=torch.get_num_threads()))
     return {**found, "command": command}
 
@@ -35,7 +36,7 @@ def about(command: str) -> dict[str, object]:
 def loss() -> dict[str, object]:
     """Train five seeds of `make train`; return their validation losses in bits per byte.
 
-    After each seed the results so far are written to outputs/loss.json, so that nothing is
+    After each seed, the results so far are written to outputs/loss.json, so that nothing is
     lost if a long measurement is stopped.
     """
     options = ["--seeds", "5", "--compute", "float32", "bfloat16", "--threads", "1"]
@@ -57,7 +58,7 @@ def loss() -> dict[str, object]:
 
 
 def population() -> dict[str, object]:
-    """Validation accuracy of 64 networks, a row for each decay."""
+    """Return the validation accuracies of 64 networks, with a row per weight decay."""
     config = lr_sweep.parse_arguments([])
     torch.set_flush_denormal(True)
     module, data = lr_sweep.network(config), lr_sweep.Data(config.seed)
@@ -73,7 +74,7 @@ def population() -> dict[str, object]:
 
 
 def plans() -> dict[str, object]:
-    """Return the planned peak of each recipe, by model and machine, in bytes."""
+    """Return the planned peak of each recipe in bytes, by model and machine."""
     rows = {
         model: {
             machine: {recipe.name: [recipe.peak, recipe.fits] for recipe in plan.recipes}
@@ -85,7 +86,7 @@ def plans() -> dict[str, object]:
 
 
 def muon() -> dict[str, object]:
-    """Validation of AdamW, and of Muon with it, by learning rate and by seed."""
+    """Return validation losses of AdamW and Muon with AdamW, by learning rate and seed."""
     options = ["--steps", "200", "--evaluations", "4", "--out"]
     given, _ = muon_gpt.parse([*options, str(DATA.parent / "muon_gpt.png")])
     found = muon_gpt.compare(given, train_gpt.load_text(given.model.text))

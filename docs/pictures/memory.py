@@ -1,4 +1,4 @@
-"""The ladder of recipes: bytes per parameter of AdamW, by what they are for."""
+"""Draw the bytes per parameter that AdamW needs in each recipe, by their purpose."""
 
 import json
 
@@ -17,7 +17,7 @@ RECIPES = [
 
 
 def draw(folder=HERE) -> None:
-    """A bar a recipe."""
+    """Draw a bar for each recipe."""
     found = json.loads(RESULTS.read_text())
     figure, (axes,) = chart(
         "From 16 bytes per parameter to 7, and to 5 with gradient release",

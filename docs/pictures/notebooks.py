@@ -1,7 +1,7 @@
-"""Take the pictures of the notebooks, which the gallery shows beside those of the examples.
+"""Extract the pictures from the notebooks, for the gallery.
 
-`python docs/pictures/notebooks.py` writes them. Notebooks are committed with their outputs,
-so nothing is run.
+`python docs/pictures/notebooks.py` writes the pictures. Notebooks are committed with their
+outputs, so this program does not run them.
 """
 
 import json
@@ -14,7 +14,7 @@ SHOWN = {"half_the_memory": 0, "own_rule": 0, "population": 1, "learned_lr": 1}
 
 
 def pictures(notebook: str) -> list[bytes]:
-    """Return all pictures that a notebook's cells have put out, as PNG files."""
+    """Return all pictures in the outputs of a notebook's cells, as PNG files."""
     path = FOLDER.parent / "notebooks" / f"{notebook}.ipynb"
     cells = json.loads(path.read_text())["cells"]
     outputs = [out for cell in cells for out in cell.get("outputs", [])]
@@ -25,7 +25,7 @@ def pictures(notebook: str) -> list[bytes]:
 
 
 def shown() -> dict[str, bytes]:
-    """Return the pictures of the gallery by the names of their files."""
+    """Return the pictures for the gallery, by file name."""
     return {f"notebook_{name}.png": pictures(name)[i] for name, i in SHOWN.items()}
 
 

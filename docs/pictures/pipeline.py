@@ -1,10 +1,10 @@
-"""The pipeline: how a gradient becomes a change of a parameter, and where each piece is."""
+"""Draw the pipeline from a gradient to the change of a parameter, with its modules."""
 
 from draw import BLUE, FAINT, GREEN, GREY, HERE, ORANGE, Picture, heading
 
 
 def draw(folder=HERE) -> None:
-    """Five boxes in a row, and who may run them."""
+    """Draw five boxes in a row, and the executors that may run them."""
     picture = Picture(1000, 430, "One formula an optimizer, one pipeline for all")
     heading(picture, "The blue box is all that an optimizer writes; the others are shared.")
     boxes = [

@@ -1,4 +1,4 @@
-"""The heat map of a sweep: 64 networks that were trained as one."""
+"""Draw the heat map of a sweep over 64 networks that were trained together."""
 
 import json
 
@@ -11,7 +11,7 @@ def short(x: float) -> str:
 
 
 def draw(folder=HERE) -> None:
-    """A square for each pair, with its number."""
+    """Draw a square with a number for each pair of hyperparameters."""
     import matplotlib.pyplot as plt
 
     found = json.loads((DATA / "population.json").read_text())

@@ -1,4 +1,4 @@
-"""The timeline of a step, with and without gradient release."""
+"""Draw the timeline of a step, with and without gradient release."""
 
 from draw import BLUE, FAINT, GREEN, GREY, HERE, INK, ORANGE, Picture, heading
 
@@ -7,7 +7,7 @@ LEFT, RIGHT = 150, 976
 
 
 def row(picture: Picture, y: float, events: list[tuple[float, float, str, str]]) -> None:
-    """Boxes of (begin, end, color, word) on one line."""
+    """Draw boxes of the form (begin, end, color, word) on one line."""
     for begin, end, color, word in events:
         picture.box(begin, y, end - begin, 34, color)
         picture.text((begin + end) / 2, y + 22, word, 16)
@@ -16,7 +16,7 @@ def row(picture: Picture, y: float, events: list[tuple[float, float, str, str]])
 def area(
     picture: Picture, base: float, points: list[tuple[float, float]], words: str
 ) -> None:
-    """The number of gradients that are alive, over time."""
+    """Draw the number of gradients that are alive, over time."""
     path = " ".join(f"{x:.1f},{base - y:.1f}" for x, y in points)
     picture.parts.append(
         f'<polygon points="{points[0][0]:.1f},{base} {path} {points[-1][0]:.1f},{base}" '
@@ -30,7 +30,7 @@ def area(
 
 
 def draw(folder=HERE) -> None:
-    """Both rows, and the gradients that are alive under each."""
+    """Draw a row for each kind of step, and the gradients that are alive below it."""
     picture = Picture(1000, 480, "With gradient release one gradient is alive at a time")
     heading(
         picture,

@@ -1,4 +1,4 @@
-"""Replicas: bytes beside parameters and optimizer state, five ways."""
+"""Draw the bytes that five ways to train replicas need besides parameters and state."""
 
 import json
 
@@ -16,7 +16,7 @@ WAYS = [
 
 
 def draw(folder=HERE) -> None:
-    """A bar a way: what stays after a step, and the peak of a step."""
+    """Draw a bar for each way: the bytes after a step, and the peak during a step."""
     found = json.loads(RESULTS.read_text())
     figure, (axes,) = chart(
         "Release on replicas keeps a few buckets, DDP all gradients",

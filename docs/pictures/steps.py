@@ -1,4 +1,4 @@
-"""Times of the AdamW step beside torch's fused one, from benchmarks/results."""
+"""Draw AdamW step times relative to torch's fused step, from benchmarks/results."""
 
 import json
 
@@ -25,7 +25,7 @@ WAYS = [
 
 
 def draw(folder=HERE) -> None:
-    """A row a set of shapes, a mark a way."""
+    """Draw a row for each set of shapes, with a mark for each way to run the step."""
     found = json.loads(RESULTS.read_text())
     figure, (axes,) = chart(
         "The compiled step takes less time than torch's fused step",

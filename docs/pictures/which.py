@@ -1,4 +1,4 @@
-"""Final losses of all optimizers by task, and by the lr, from benchmarks/which.py."""
+"""Draw the final losses of all optimizers, by task and by lr, from benchmarks/which.py."""
 
 import sys
 from statistics import mean
@@ -22,13 +22,13 @@ LINES = {
 
 
 def said(found: dict) -> str:
-    """The machines; a star is at the names of those that the second one trained."""
+    """Return the machines; a star marks the optimizers that the second machine trained."""
     added = [*found.get("added", {}).values()][:1]
     return "\n* ".join(machine(about) for about in (found["machine"], *added))
 
 
 def draw(folder=HERE) -> None:
-    """A panel for each task; a row for each optimizer, a mark for each seed."""
+    """Draw a panel for each task, with a row per optimizer and a mark per seed."""
     found = benchmark_tables.load(benchmark_tables.WHICH)
     tasks, names = benchmark_tables.tasks(), benchmark_tables.contenders()
     added = found.get("added", {})
@@ -83,7 +83,7 @@ def draw(folder=HERE) -> None:
 
 
 def by_lr(found: dict, folder=HERE) -> None:
-    """Draw the final loss of seed 0 over the lr, of those with the same lrs."""
+    """Draw the final loss of seed 0 over the lr, for the optimizers with the same lrs."""
     tasks = benchmark_tables.tasks()
     figure, panels = chart(
         "Held-out loss by the learning rate",

@@ -5,9 +5,8 @@ x -= clip(lr / sqrt(v), final (1 - 1 / (gamma t + 1)),
 final (1 + 1 / (gamma t))) m
 
 Use AdaBound if you would otherwise begin training with Adam and switch to
-SGD later. The steps of AdaBound gradually approach the steps of SGD with
-the learning rate `final`. A learning-rate schedule changes lr, but not
-`final`.
+SGD later. AdaBound's steps gradually approach those of SGD with the
+learning rate `final`. A learning-rate schedule changes lr, but not `final`.
 """
 
 from typing import NamedTuple

@@ -4,10 +4,10 @@ Wang et al. 2025 (arXiv:2502.11034).
 h = min(1, ratio r / |g|), r = b r + (1 - b) |h g|, x -= lr adam(h g),
 with one r for each tensor
 
-Use AdaGC for pretraining if the loss has spikes. AdaGC clips the gradient
-of each tensor relative to a running mean of the gradient's norm. During the
-first `warm` steps, AdaGC instead clips relative to the norm of all
-gradients together. Pass this norm as `optimizer.step(total=norm)`.
+Use AdaGC for pretraining if the loss has spikes. AdaGC limits the gradient
+norm of each tensor to `ratio` times a running mean of this norm. During the
+first `warm` steps, AdaGC instead limits the joint norm of all gradients to
+`most`. Pass the joint norm as `optimizer.step(total=norm)`.
 """
 
 from typing import NamedTuple

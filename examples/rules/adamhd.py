@@ -5,9 +5,9 @@ x -= lr adam(g), then x / (1 + tau) if |x| <= (1 + tau) delta,
 else x - tau delta sign(x),
 tau = lr weight_decay, delta = a running mean of |x|
 
-Use AdamHD for pretraining. In AdamHD, weight decay reduces large weights by
-a constant amount, as an L1 penalty does, and reduces small weights in
-proportion to their size.
+Use AdamHD for pretraining. In AdamHD, weight decay reduces small weights in
+proportion to their size. Large weights are reduced by a constant amount, as
+with an L1 penalty.
 """
 
 from typing import NamedTuple

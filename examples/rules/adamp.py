@@ -4,9 +4,9 @@ Scale-invariant Weights, Heo et al. 2020 (arXiv:2006.08217).
 d = m / sqrt(v), without its part along x if g is almost orthogonal to x,
 x -= lr d
 
-Use AdamP for networks with normalization layers, where weights keep growing
-under Adam. AdamP removes the component of each update that would only
-change the norm of the weight.
+Use AdamP for networks with normalization layers, because weights in such
+networks keep growing under Adam. From each update, AdamP removes the
+component that would only change the norm of the weight.
 """
 
 from typing import NamedTuple

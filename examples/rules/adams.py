@@ -4,8 +4,8 @@ Post-training, Zhang et al. 2025 (arXiv:2505.16363).
 v = b2 last m^2 + (1 - b2) g^2, m = b1 m + (1 - b1) g, x -= lr m / sqrt(v)
 
 Use AdamS for language models, with the same hyperparameters as Adam. AdamS
-computes the second moment from the first moment, so its state is half as
-large as Adam's.
+computes the second moment from the first moment, so AdamS needs only half
+as much state as Adam.
 """
 
 from typing import NamedTuple

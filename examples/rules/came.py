@@ -5,8 +5,8 @@ u = clip(g / sqrt(v)), m = b1 m + (1 - b1) u,
 x -= lr m / sqrt(mean of (u - m)^2)
 
 Use CAME if you need an optimizer that stores as little state as Adafactor
-with momentum but converges faster. CAME stores each mean of squares as one vector of row
-means and one vector of column means.
+with momentum but converges faster. CAME stores each mean of squares as one
+vector of row means and one vector of column means.
 """
 
 from typing import NamedTuple

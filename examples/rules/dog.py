@@ -4,8 +4,8 @@ Ivgi et al. 2023 (arXiv:2302.12022).
 x -= lr max |x - x0| / sqrt(sum |g|^2) g
 
 Use DoG for finetuning with lr = 1. DoG computes the size of each step from
-norms that were measured up to the previous step, so the first step does not
-change the parameters.
+norms that were measured in earlier steps, so the first step does not change
+the parameters.
 """
 
 from typing import NamedTuple

@@ -5,7 +5,7 @@ far = max |x - x0|, v += far^2 |g|^2, x -= lr far^2 / sqrt(v) g
 
 Use DoWG for finetuning with lr = 1. DoWG is similar to DoG, but less
 conservative. DoWG computes the size of each step from norms that were
-measured up to the previous step.
+measured in earlier steps.
 """
 
 from typing import NamedTuple

@@ -4,8 +4,8 @@
 x -= lr |m| / sqrt(v) sign(g)
 
 Use Grams if each element of a step should have the size of Adam's step, but
-a sign that is determined by the current gradient. Grams is related to the
-option `cautious=True` of other optimizers.
+follow the sign of the current gradient. Grams is related to the option
+`cautious=True` of other optimizers.
 """
 
 from typing import NamedTuple

@@ -3,8 +3,8 @@ AdaGrad, Choudhury et al. 2024 (arXiv:2403.02648).
 
 b += g^2, m += eta g^2 + g^2 / b, x -= lr sqrt(m) / b g
 
-Use KATE if features have very different scales, as in generalized linear
-models, or for other problems where Adagrad works well.
+Use KATE for problems where Adagrad works well, for example for generalized
+linear models whose features have very different scales.
 """
 
 from typing import NamedTuple

@@ -6,7 +6,7 @@ x -= lr m / sqrt(v)
 
 Use Kourkoutas-Beta for physics-informed networks and other models with
 spiky gradients. Kourkoutas-Beta lowers beta2 while a gradient spikes. In
-this file, each tensor has its own beta2; in the paper, each layer has its
+this file, each tensor has its own beta2. In the paper, each layer has its
 own beta2.
 """
 

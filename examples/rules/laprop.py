@@ -3,9 +3,9 @@
 
 m = b1 m + (1 - b1) g / sqrt(v), x -= lr m
 
-Use LaProp for noisy gradients. LaProp normalizes each gradient before it is
-added to the momentum, so b1 can be near 1 while b2 is small. Adam diverges
-with such a combination of b1 and b2.
+Use LaProp for noisy gradients. LaProp normalizes each gradient before
+adding it to the momentum, so b1 can be near 1 while b2 is small. Adam
+diverges with such a combination of b1 and b2.
 """
 
 from typing import NamedTuple

@@ -4,8 +4,8 @@ Gradients, Patitucci & Mokhtari 2026 (arXiv:2602.10204).
 v = b2 v + (1 - b2) (g - m)^2, n = b1 n + (1 - b1) g / sqrt(v), x -= lr n
 
 Use MVN-Grad for spiky gradients. MVN-Grad divides each gradient by the
-gradient's standard deviation before adding it to the momentum, whereas
-LaProp divides by the root mean square.
+gradient's standard deviation before adding it to the momentum. LaProp
+instead divides by the root mean square.
 """
 
 from typing import NamedTuple

@@ -5,7 +5,7 @@ v = b2 v + (1 - b2) |g|^2, x -= lr a (polar(m) + weight_decay x),
 a = |m| / sqrt(v)
 
 Use NAMO instead of Muon if you want an adaptive step size. NAMO takes small
-steps for a matrix if the gradients of the matrix are mostly noise.
+steps for a matrix if the matrix's gradients are mostly noise.
 """
 
 from typing import NamedTuple

@@ -3,9 +3,9 @@ Preconditioning Perspective, Lau et al. 2025 (arXiv:2505.21799).
 
 x -= lr |m|_* polar(m), where |m|_* is the sum of the singular values
 
-Use PolarGrad instead of Muon if the step should become smaller as the
-gradient becomes smaller. This file computes a singular value decomposition,
-whereas `Muon(adjust_lr_fn="nuclear")` uses an iteration.
+Use PolarGrad instead of Muon if the steps should shrink together with the
+gradient. This file computes a singular value decomposition, whereas
+`Muon(adjust_lr_fn="nuclear")` uses an iteration.
 """
 
 from typing import NamedTuple

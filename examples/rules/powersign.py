@@ -4,8 +4,7 @@
 x -= lr exp(sign(g) sign(m)) g
 
 Use PowerSign if steps should be larger where the gradient and the momentum
-have the same sign. PowerSign was found by an automated search, as Lion was
-later.
+have the same sign. Like Lion, PowerSign was found by an automated search.
 """
 
 from typing import NamedTuple

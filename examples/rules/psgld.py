@@ -4,9 +4,9 @@ Networks, Li et al. 2015 (arXiv:1512.07666).
 x -= lr g / sqrt(v) + sqrt(2 lr temperature / sqrt(v)) z, with normal z
 
 Use pSGLD to sample from a posterior if the parameters have different
-scales. The paper's formula has a further term, which contains the
-derivative of the second moment v. Like most implementations, this file
-leaves out this term.
+scales. The paper's formula also has a term with the derivative of the
+second moment v. Like most implementations, this file leaves out the
+derivative term.
 """
 
 from typing import NamedTuple

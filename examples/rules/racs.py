@@ -5,7 +5,7 @@ Approximation with a Low-Rank Extension, Gong et al. 2025
 r = b r + (1 - b) mean_j(g^2), c = b c + (1 - b) mean_i(g^2),
 x -= lr alpha g / sqrt(r c)
 
-Use RACS for pretraining with nearly as little memory as SGD. RACS stores
+Use RACS for pretraining with hardly more memory than SGD needs. RACS stores
 one value for each row and one value for each column.
 """
 

@@ -4,8 +4,8 @@ Scale-invariant Weights, Heo et al. 2020 (arXiv:2006.08217).
 m = b m + g, without its part along x if g is almost orthogonal to x,
 x -= lr m
 
-Use SGDP for networks with normalization layers, such as ResNets, where
-weights keep growing under SGD with momentum.
+Use SGDP for ResNets and other networks with normalization layers, because
+weights in such networks keep growing under SGD with momentum.
 """
 
 from typing import NamedTuple

@@ -4,9 +4,9 @@ Huang et al. 2025 (arXiv:2501.06842).
 g = sign(g) sqrt(theta v) where g^2 > theta v, then Adam,
 restarted at every `every`-th step
 
-Use SPAM for language models if the loss has spikes. SPAM clips single
-elements of the gradient that spike, and restarts Adam at regular intervals.
-After each restart, the step size increases gradually for `warm` steps.
+Use SPAM for language models if the loss has spikes. SPAM clips individual
+gradient elements that spike, and restarts Adam at regular intervals. After
+each restart, the step size increases gradually for `warm` steps.
 """
 
 import math

@@ -4,8 +4,9 @@ Wang et al. 2020 (arXiv:2002.10583).
 v = x - lr g, x = v + k / (k + 3) (v - last v),
 k restarts at 0 at every `every`-th step
 
-Use SRSGD for image networks. SRSGD is SGD with Nesterov's growing momentum.
-The momentum is restarted regularly so that noise does not accumulate.
+Use SRSGD for image networks. SRSGD is SGD with a Nesterov momentum that
+grows from step to step. The momentum is reset at regular intervals so that
+noise does not accumulate.
 """
 
 from typing import NamedTuple

@@ -1,39 +1,52 @@
-"""The same steps through compiled kernels: `adamw_step` pure, `adamw_step_` in place.
+"""Compiled versions of the pure steps: `adamw_step` is pure, `adamw_step_` is in place.
 
-There is one graph for each rule and set of dtypes. Shapes, the number of tensors and
-schedules do not change it. Steps run under no_grad and return detached tensors. To
-differentiate a step, compile your own function over the pure step in `optimi_func`. States
-come from the `*_init` functions, which are those of the pure steps.
+Each rule and each combination of dtypes needs one graph. Other shapes, another number of
+tensors, and schedules do not need another graph. Steps run under no_grad and return
+detached tensors. To differentiate a step, compile a function of your own that calls the
+pure step in `optimi_func`. To create a state, use the `*_init` functions of the pure
+optimizers.
 
-They raise where they could not do what is asked for: in grad mode, if gradients, state or
-hyperparameters require grad, or parameters that are not leaves (tensors within a schedule
-are not seen); in `torch.compile`, `make_fx`, `vmap`, `grad`, `jvp` and on fake tensors; in
-place, if two parameters share memory. For tied weights pass one name, or None as the
-gradient of the other. A pure call copies a leaf without a gradient.
+The functions raise an error in these cases:
 
-On CPU a step is one call for all tensors that share their dtypes: a loop in C++ cuts the
-list into pieces, which all threads process. A result depends neither on the number of
-threads nor on other tensors of the list. On CUDA a step is one launch: a Triton kernel
-around the body that Inductor generated, which looks up its tensors in a table. A trial
-compares it with Inductor's code when it is compiled; if they differ in a bit, each tensor
-takes a launch. Rules with means need two more. A launch that is planned while a CUDA graph
-is captured takes one per tensor, and what was captured keeps its table until the process
-ends.
+- Grad mode is on, and a gradient, the state, a hyperparameter, or a parameter that is not a
+  leaf requires grad. (Tensors inside a schedule are not checked.)
+- The call is inside `torch.compile`, `make_fx`, `vmap`, `grad` or `jvp`, or uses fake
+  tensors.
+- Two parameters of an in-place step share memory. For tied weights, pass the weight under
+  only one name, or pass None as the gradient of the other name.
 
-Machine code is kept, in entries of some 70 KB. An entry belongs to torch's version and
-build, Python, every line of this package's sources, rule, dtypes and options, the
-processor's instructions, the variables `TORCHINDUCTOR_...`, `ATEN_CPU_CAPABILITY` and
-others, and Inductor's settings. What another C++ compiler made, by its version, `CXX` and
-the variables it reads, is made again in its place; where no compiler is installed, it is
-loaded. Sources of torch that you edit are not noticed: switch the store off then. Of
-several processes that need a kernel one compiles, and the others wait for it, five minutes
-at most. Compiled in each process are steps on CUDA, kernels that need the wrapper of
-Inductor's C++, own rules without a digest of their functions, and steps after
-`torch.compiler.set_stance`. A compilation of more than 2 s is said once, by the logger
-`optimi_func`.
+If a gradient is None, a pure step returns a copy of the parameter.
 
-torch's own cache, `TORCHINDUCTOR_CACHE_DIR`, leaves `ATEN_CPU_CAPABILITY` out of its keys:
-graphs of `train_step` and of your `torch.compile` need a folder for each value.
+On a CPU, one call updates all tensors that have the same dtypes. A C++ loop cuts the list
+of tensors into pieces, which all threads process. The result for a tensor does not depend
+on the number of threads or on the other tensors of the list. On CUDA, a step is one launch
+of a Triton kernel. This kernel contains the code that Inductor generated, and looks up its
+tensors in a table. When the kernel is compiled, a trial compares its results with the
+results of Inductor's own kernel. If the results are not bitwise equal, each tensor needs
+its own launch. Rules that compute means need two more launches. If a step is planned while
+a CUDA graph is captured, each tensor needs its own launch too. The tables that a captured
+graph uses are kept in memory until the process ends.
+
+Machine code is stored in entries of about 70 KB each. The key of an entry depends on the
+version and build of torch, the Python version, every line of this package's sources, the
+rule, the dtypes, the options, the processor's instruction set, environment variables
+(`TORCHINDUCTOR_...`, `ATEN_CPU_CAPABILITY` and others), and Inductor's settings. Each entry
+also records the C++ compiler that made it: its version, `CXX`, and the environment
+variables that it reads. If a different compiler is installed, the entry is compiled again
+and replaced. If no compiler is installed, the entry is loaded. Changes that you make in
+torch's own sources are not detected, so turn the cache off while you edit them. If several
+processes need the same kernel, one of them compiles it, and the others wait for at most
+five minutes.
+
+Some kernels are not stored, so each process compiles them: steps on CUDA, kernels that need
+the wrapper of Inductor's C++ code, rules of your own whose functions have no digest, and
+steps after `torch.compiler.set_stance`. If a compilation takes more than 2 s, the logger
+`optimi_func` reports it once.
+
+The graphs of `train_step` and of your own `torch.compile` calls are stored in torch's own
+cache (`TORCHINDUCTOR_CACHE_DIR`). The keys of this cache do not contain
+`ATEN_CPU_CAPABILITY`. If you run with different values of this variable, use a separate
+cache folder for each value.
 """
 
 from optimi_func import functional as pure
@@ -75,7 +88,7 @@ stableadamw_step, stableadamw_step_ = compiled(pure.stableadamw)
 
 
 def __getattr__(name: str) -> InitFunction:
-    """Return a function that makes a state, such as `adamw_init`."""
+    """Return the function that creates a state, such as `adamw_init`."""
     if name.endswith("_init"):
         return getattr(pure, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

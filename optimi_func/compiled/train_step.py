@@ -63,7 +63,7 @@ def train_step(
     *,
     clip_global_norm: float | None = None,
 ) -> "ClassStep | PureStep":
-    """Compile a training step into one graph, in which a gradient lives until its update.
+    """Compile a whole training step into one graph: forward, backward, clipping and update.
 
     This function is experimental. For a batch x, with L = loss_fn:
 
@@ -71,42 +71,49 @@ def train_step(
         g <- g * min(1, clip_global_norm / (norm + 1e-6))
         params, state <- optimizer(params, g, state)
 
-    The compiler puts each update where its gradient is complete and the parameter has
-    been read for the last time. This is gradient release without hooks. With clipping, all
-    gradients are held until their norm is known. A call of the step compiles if the batch
-    has a new shape or the model a new mode, but never because a hyperparameter has changed.
+    In the graph, each parameter is updated as soon as its gradient is complete and the
+    parameter has been read for the last time. The gradient is then freed, as with gradient
+    release, but without hooks. With clipping, all gradients are stored until their norm is
+    known. A call of the step compiles a new graph if the batch has a new shape or the model
+    is in a new mode, but not if a hyperparameter has changed.
 
-    With a class (`optimi_func.AdamW(model.parameters(), ...)`) it is called as
-    `outcome = step(batch)`, in the place of zero_grad, backward, clip_grad_norm_ and
-    optimizer.step(), and writes what those would have written. Schedulers, state_dict and
-    add_param_group work as usual, and ordinary steps may alternate with these.
+    If the optimizer is an instance of a class (`optimi_func.AdamW(model.parameters(),
+    ...)`), call `outcome = step(batch)`. This call replaces zero_grad, backward,
+    clip_grad_norm_ and optimizer.step(), and writes to the same tensors as they do.
+    Schedulers, state_dict and add_param_group work as usual, and you can alternate between
+    compiled steps and ordinary steps.
 
-    With a pure optimizer such as `optimi_func.adamw(lr=...)` it is called as
-    `state, outcome = step(state, batch)`, beginning with `step.init()`. The state is a
-    pytree of tensors that can be saved and loaded, and each step overwrites it. A loaded
-    state does not share memory with the module, so the module no longer changes.
+    If the optimizer is pure (`optimi_func.adamw(lr=...)`), create the first state with
+    `step.init()`, and call `state, outcome = step(state, batch)`. The state is a pytree of
+    tensors, which you can save and load. Each step overwrites the state that you pass. The
+    state from `step.init()` shares memory with the module. A loaded state does not, so
+    steps with a loaded state do not change the module.
 
-    Dropout draws a new mask at every step from the default generator, the same masks as an
-    eager run with the same seed.
+    Dropout draws a new mask at every step from the default generator. The masks are the
+    same as in an eager run with the same seed.
 
     Args:
-        model_or_fn: A module, called with a batch (a tuple's or list's first element; a
-            dict as keywords; a tuple as several arguments), or, with a pure optimizer, a
-            function `(params, buffers, batch) -> output`, which may write to buffers. It
-            must have no graph breaks and no activation checkpointing, which
-            torch.func.grad cannot trace. A module's frozen parameters are constants.
-        loss_fn: `(output, batch) -> loss`, a 0-d tensor that no GradScaler has scaled, or
-            `(loss, aux)` with aux a tree of tensors.
-        optimizer: A class of `optimi_func` that owns the module's parameters, or a pure
-            optimizer that a factory made. For a transform, such as a chain, call
-            torch.func.grad and its step in a function of your own under torch.compile.
-        clip_global_norm: Largest norm of all gradients together, as in
-            torch.nn.utils.clip_grad_norm_. None does not limit or measure it, inf only
-            measures it.
+        model_or_fn: A module, or, with a pure optimizer, a function `(params, buffers,
+            batch) -> output`, which may write to buffers. A module is called with one
+            input: the batch, or the first element of a batch that is a tuple or list. If
+            this input is a dict, its items become keyword arguments, and if it is a tuple,
+            its elements become separate arguments. Graph breaks are not supported, and
+            neither is activation checkpointing, because torch.func.grad cannot trace it.
+            Frozen parameters of a module are constants.
+        loss_fn: A function `(output, batch) -> loss` that returns a 0-d tensor, or a tuple
+            `(loss, aux)` in which aux is a tree of tensors. The loss must not be scaled by
+            a GradScaler.
+        optimizer: An instance of an optimizer class of `optimi_func` that contains the
+            module's parameters, or a pure optimizer that a factory has created. For a
+            transform, such as a chain, write a function that calls torch.func.grad and the
+            transform's step, and compile this function with torch.compile.
+        clip_global_norm: The largest norm of all gradients together, as in
+            torch.nn.utils.clip_grad_norm_. None neither limits nor measures the norm. inf
+            only measures it.
 
     Raises:
-        ValueError, TypeError: An argument is not supported. It is named, here or at the
-            call, before anything is written.
+        ValueError, TypeError: An argument is not supported. The error names the argument,
+            and is raised here or in the call of the step, before anything is written.
 
     >>> from optimi_func import adamw
     >>> model = torch.nn.Linear(2, 1)
@@ -180,7 +187,10 @@ def _check(settings: _Settings) -> None:
 
 
 class PureStep:
-    """`state, outcome = step(state, batch)`: made by `train_step` for a pure optimizer."""
+    """The step of a pure optimizer, called as `state, outcome = step(state, batch)`.
+
+    `train_step` creates objects of this class.
+    """
 
     def __init__(self, settings: _Settings, optimizer: FunctionalOptimizer) -> None:
         self._settings = settings
@@ -190,16 +200,20 @@ class PureStep:
     def init(
         self, params: PyTree = None, buffers: PyTree = None, **options: Unpack[InitOptions]
     ) -> TrainState:
-        """Return the first state: parameters, buffers and fresh optimizer state.
+        """Return the first state: parameters, buffers and a new optimizer state.
 
         Args:
-            params: Parameter tree. None for a module, whose parameters that require a
-                gradient and whose buffers are taken, by name.
-            buffers: Tree of the tensors that the function writes to; None has none.
-            **options: Passed to the optimizer's own init, such as `storage`.
+            params: The parameter tree of a function. For a module, pass None: the state
+                then contains the module's parameters that require a gradient, and its
+                buffers, by name.
+            buffers: A tree of the tensors to which the function writes. None means that
+                there are no such tensors.
+            **options: Options that are passed to the optimizer's own init, such as
+                `storage`.
 
         Raises:
-            ValueError, TypeError: Trees for a module, or no params for a function.
+            ValueError, TypeError: Trees are passed for a module, or params is None for a
+                function.
         """
         module = self._settings.module()
         if module is None and params is None:
@@ -216,9 +230,9 @@ class PureStep:
         return TrainState(params, {} if buffers is None else buffers, inner)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Outcome]:
-        """Return the state after one step with a batch, and its loss, aux and norm.
+        """Return the state after one step with a batch, and the loss, aux and norm.
 
-        `state` is from `init` or the step before, and is overwritten.
+        `state` comes from `init` or from the previous step, and is overwritten.
         """
         check_runs_kernels(GRAD_AND_STEP, ())
         if not isinstance(state, TrainState):
@@ -231,7 +245,7 @@ class PureStep:
             return state, self._step(state, batch)
 
     def _check_names(self, state: TrainState) -> None:
-        """Raise if the state of a module has other names than the module."""
+        """Raise an error if the state of a module has other names than the module."""
         module = self._settings.module()
         if module is None:
             return
@@ -248,7 +262,7 @@ class PureStep:
             raise ValueError(f"buffers has the names {given}, and model_or_fn {ours}")
 
     def _check_tensors(self, state: TrainState) -> None:
-        """Raise if a leaf is no tensor, or cannot be overwritten."""
+        """Raise an error if a leaf is not a tensor, or cannot be overwritten."""
 
         def name(i: int) -> str:
             return "state" + paths_in(state)[i]
@@ -291,7 +305,10 @@ class PureStep:
 
 
 class ClassStep:
-    """`outcome = step(batch)`: made by `train_step` for a class."""
+    """The step of an optimizer class, called as `outcome = step(batch)`.
+
+    `train_step` creates objects of this class.
+    """
 
     def __init__(self, settings: _Settings, optimizer: torch.optim.Optimizer) -> None:
         self._settings = settings
@@ -300,7 +317,7 @@ class ClassStep:
         self._params()
 
     def __call__(self, batch: PyTree) -> Outcome:
-        """Take one step with a batch, and return its loss, aux and norm."""
+        """Take one step with a batch, and return the loss, aux and norm."""
         check_runs_kernels(GRAD_AND_STEP, ())
         optimizer, module = self._optimizer, cast(torch.nn.Module, self._settings.model)
         named = self._params()

@@ -220,14 +220,14 @@ def _known(_: object) -> list[tuple[Guard, Plan]]:
 def step(
     optimizer: FunctionalOptimizer, params: PyTree, grads: PyTree, state: TreeState
 ) -> tuple[PyTree, TreeState]:
-    """Step through compiled kernels, into new tensors."""
+    """Return new parameters and a new state after one compiled step of a pure optimizer."""
     return _step(optimizer, params, grads, state, False)
 
 
 def step_(
     optimizer: FunctionalOptimizer, params: PyTree, grads: PyTree, state: TreeState
 ) -> tuple[PyTree, TreeState]:
-    """Step through compiled kernels, writing into params and state."""
+    """Take one compiled step of a pure optimizer, writing into `params` and `state`."""
     return _step(optimizer, params, grads, state, True)
 
 

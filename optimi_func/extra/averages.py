@@ -1,4 +1,4 @@
-"""Averages of an optimizer's parameters, to evaluate with: `EMA`."""
+"""Averages of an optimizer's parameters, with which to evaluate the model: `EMA`."""
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -22,27 +22,32 @@ from optimi_func.state.stored import master, weight_of
 
 
 class EMA:
-    """Exponential moving averages of an optimizer's parameters, to evaluate with.
+    """Exponential moving averages of an optimizer's parameters, for evaluation.
 
         a_t <- a_(t-1) + (1 - decay) / weight_t * (p_t - a_(t-1))
 
-    as `transforms.ema` computes them: weight_t = 1 - decay^t (debias), or 1 with a_0 = p_0.
-    p_t is the parameter with its compensation, of Schedule-Free's the point to evaluate at.
-    Averages are float32, of DTensors as shards: torch's AveragedModel has averages of the
-    parameter's dtype, which in bfloat16 stand still. Call `update()` after each step.
+    `transforms.ema` computes the same averages. With debias=True, weight_t is 1 - decay^t.
+    With debias=False, weight_t is 1, and a_0 is p_0. p_t is the parameter plus its Kahan
+    compensation. For Schedule-Free optimizers, p_t is the point at which the model is
+    evaluated. Averages are stored in float32, and averages of DTensors are stored as
+    shards. (torch's AveragedModel stores averages in the dtype of the parameter. In
+    bfloat16, such averages do not change, because rounding discards their small updates.)
+    Call `update()` after each step.
 
-    A parameter that gets frozen keeps its average, which tends to it with each update. One
-    that is taken out of the optimizer's groups loses its average at the next update, and
-    is evaluated as it is.
+    If you freeze a parameter, `update()` continues to average it, so its average approaches
+    the frozen value. If you remove a parameter from the optimizer's param groups, its
+    average is deleted at the next update, and the parameter is evaluated without averaging.
 
     Args:
-        optimizer: A class of this package. Its parameters are averaged from the first
-            update at which they require a gradient.
-        decay: In [0, 1): how much of an average an update keeps; a number or a schedule.
-        debias: Begin with p_1. False begins with the parameters of now.
+        optimizer: An optimizer of this package. Each of its parameters is averaged from the
+            first update at which the parameter requires a gradient.
+        decay: The fraction of an average that each update keeps, in [0, 1): a number or a
+            schedule.
+        debias: True starts the averages at p_1. False starts the averages at the present
+            values of the parameters.
 
     Raises:
-        TypeError: Another optimizer.
+        TypeError: optimizer is not an optimizer of this package.
         ValueError: decay is out of its range.
 
     References:
@@ -81,13 +86,14 @@ class EMA:
         self._compensations()
 
     def _members(self) -> list[Tensor]:
-        """Return the parameters that the optimizer has now."""
+        """Return the parameters that are in the optimizer's param groups now."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _compensations(self) -> dict[Tensor, Any]:
-        """Return averaged parameters with their compensations; new ones get averages.
+        """Return averaged parameters with their compensations, and create missing averages.
 
-        Those that no group has any more lose theirs, and are not kept alive by it.
+        The averages of parameters that are no longer in any param group are deleted, so
+        this object does not keep these parameters alive.
         """
         entries, before = self.optimizer.state, self._averages
         params = [p for p in self._members() if p.requires_grad or p in before]
@@ -98,11 +104,15 @@ class EMA:
         return every
 
     def _present(self) -> dict[Tensor, Tensor]:
-        """Return the averages of parameters that the optimizer has now."""
+        """Return the averages of parameters that are in a param group now."""
         return {p: self._averages[p] for p in self._members() if p in self._averages}
 
     def _weights(self) -> tuple[list[Tensor], list[Tensor], list[Any]]:
-        """Return parameters, and the local tensors whose sums join their averages."""
+        """Return parameters, local tensors and compensations.
+
+        The average of each parameter is updated with the sum of its local tensor and its
+        compensation.
+        """
         optimizer, every = self.optimizer, self._compensations()
         points: dict[Tensor, Tensor] = {}
         if isinstance(optimizer, Evaluated):
@@ -115,13 +125,16 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Let the parameters of now join the averages; one added later begins as it is.
+        """Update the averages with the present values of the parameters.
 
-        Call it once after each step. It warns if no step was taken since the last update,
-        as with a call for each micro-batch.
+        Call this method once after each step. If no step was taken since the last update,
+        for example because you call this method after each micro-batch, a warning is
+        emitted. The average of a parameter that you have added to the optimizer begins at
+        the present value of the parameter.
 
         Raises:
-            RuntimeError: In eval mode (Schedule-Free), or inside of `applied()`.
+            RuntimeError: The optimizer is in eval mode (Schedule-Free), or the call is
+                inside `applied()`.
         """
         self.optimizer.check_train_mode("EMA.update()")
         self._check_stepped()
@@ -151,10 +164,12 @@ class EMA:
 
     @contextmanager
     def applied(self) -> Generator[None]:
-        """Set the parameters to their averages inside, and then back, bit for bit.
+        """Return a context in which the parameters are set to their averages.
 
-        Inside the model is to evaluate and to publish: its state_dict has the averages. No
-        step can be taken. It takes the memory of a copy of the parameters.
+        Use this context to evaluate or publish the model: inside it, the model's state_dict
+        contains the averages. You cannot take a step inside the context. At its end, the
+        parameters are set back to their former values, bit for bit. The context needs
+        memory for a copy of the parameters.
         """
         optimizer, averages = self.optimizer, self._present()
         optimizer.check_train_mode("EMA.applied()")
@@ -175,24 +190,31 @@ class EMA:
 
     @property
     def averages(self) -> dict[str, Tensor]:
-        """The averages by name, or place, of the parameter: for `functional_call`.
+        """The averages in a dict, which you can pass to `torch.func.functional_call`.
+
+        The keys are the names of the parameters. A parameter without a name has the index
+        of its param group and its index in the group as its key, such as "0.1".
 
         Raises:
-            ValueError: A parameter without a name in a group that has names.
+            ValueError: A parameter has no name, but is in a param group that has names.
         """
         names = names_of(self.optimizer.named_groups())
         return {names[p]: x for p, x in self._present().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return averages and counts, in tensors that torch's dcp can load into."""
+        """Return the averages, the number of updates and the weight of the averages.
+
+        These are the tensors of this object, so that torch.distributed.checkpoint can load
+        into them.
+        """
         return {"averages": self.averages, "updates": self.updates, "weight": self.weight}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load averages and counts, whole tensors or shards.
+        """Load a `state_dict`, whose averages may be whole tensors or shards.
 
         Raises:
-            ValueError: Other names or shapes; nothing is loaded then.
+            ValueError: The names or shapes are different. Nothing is loaded in this case.
         """
         names = names_of(self.optimizer.named_groups())
         averages, present = state_dict.get("averages", {}), self._present()

@@ -1,1 +1,1 @@
-"""Minimization of losses without noise: L-BFGS as a value, implicit derivatives."""
+"""Minimization of losses without noise: a pure L-BFGS and implicit derivatives."""

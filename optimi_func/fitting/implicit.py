@@ -27,21 +27,24 @@ def implicit_root(optimality: Callable[..., object], params: T, *args: PyTree) -
 
         dp = -H^-1 (d optimality / d args) dargs,   H = d optimality / d p
 
-    Differentiating the loop that found the solution would keep each of its steps. This
-    solves a linear system in backward: with the matrix H up to 256 unknowns, and beyond by
-    conjugate gradients. Derivatives have derivatives, of every order.
+    If you differentiated through the loop that found the solution, the tensors of all its
+    steps would have to be stored. This function solves a linear system in the backward pass
+    instead. Up to 256 unknowns, it factors the matrix H. For more unknowns, it uses
+    conjugate gradients. You can compute derivatives of any order.
 
     Args:
-        optimality: `(params, *args) -> tree like params`: the gradient of a loss, of
-            operations that torch.func takes. H has to be symmetric and positive definite,
-            as the Hessian at a strict minimum is.
+        optimality: A function `(params, *args) -> tree` whose result has the structure of
+            params, such as the gradient of a loss. torch.func has to support its
+            operations. H has to be symmetric and positive definite, like the Hessian at a
+            strict minimum.
         params: The solution.
-        args: Trees of tensors that the solution depends on.
+        args: Trees of tensors on which the solution depends.
 
     Raises:
-        RuntimeError: optimality takes a tensor from elsewhere that needs a derivative; in
-            backward, H is not symmetric and positive definite. In a batch of problems it
-            warns, and derivatives of those solutions are NaN.
+        RuntimeError: optimality uses a tensor that requires a derivative but is not in
+            params or args. The backward pass raises the same error if H is not symmetric
+            and positive definite. If H of one problem in a batch is not, a warning is
+            emitted instead, and the derivatives of this problem's solution are NaN.
 
     >>> a = torch.tensor([4.0], requires_grad=True)
     >>> root = torch.tensor([4.0]) ** (1 / 3)

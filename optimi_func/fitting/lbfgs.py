@@ -1,4 +1,4 @@
-"""L-BFGS as a value: a step over pytrees that vmaps, and `solve`."""
+"""A pure L-BFGS: a step over pytrees that can be vmapped, and `solve`."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,12 +26,12 @@ GOES_ON, GRADIENT, CHANGE, SEARCH, NOT_FINITE = range(5)
 
 @serializable
 class LBFGSState(NamedTuple):
-    """The state of `lbfgs` for one problem; a batch of them has another axis in front.
+    """The state of `lbfgs` for one problem, or for a batch of problems along a first axis.
 
-    `reason` is 0 while steps go on. They ended because of 1, a gradient within
-    tolerance_grad; 2, a change within tolerance_change, or within the rounding of the loss;
-    3, a line search that found no lower point; or 4, a loss or gradient that is not finite,
-    at the first point or without a line search.
+    `reason` is 0 while the problem is not done. Otherwise it says why the steps ended. 1:
+    The gradient is within tolerance_grad. 2: A change is within tolerance_change, or within
+    the rounding error of the loss. 3: A line search found no lower point. 4: The loss or
+    the gradient is not finite, at the first point or in a step without line search.
     """
 
     reason: Tensor
@@ -57,26 +57,30 @@ class LBFGSState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class lbfgs:
-    """L-BFGS as a value, for functions of a tree of parameters: one evaluation a step.
+    """L-BFGS as a pure optimizer, which evaluates the loss once per step.
 
         p <- p - t * H g
 
-    H is an approximation of the inverse Hessian from the last moves and changes of the
-    gradient, and t satisfies the strong Wolfe conditions. Each step evaluates the function
-    once, at a point that the line search wants, so that a batch of problems takes steps
-    together under `torch.func.vmap`, each in a line search of its own. Finished ones do not
-    change. `state.done` says which those are.
+    H approximates the inverse Hessian. H is computed from the last moves of the parameters
+    and the changes of the gradient along these moves. t satisfies the strong Wolfe
+    conditions. Each step evaluates the loss once, at the point that the line search tries
+    next. Under `torch.func.vmap`, a batch of problems can therefore take steps together,
+    although each problem has its own line search. `state.done` is True for problems that
+    are done, and further steps do not change them.
 
     Args:
         lr: The step length that each line search tries first.
-        tolerance_grad: A problem is done if no element of its gradient is larger.
-        tolerance_change: It is done if neither parameters nor loss change by more.
-        history_size: The number of moves that H is made of.
+        tolerance_grad: A problem is done if no element of its gradient has an absolute
+            value above this number.
+        tolerance_change: A problem is also done if a move changes no element of the
+            parameters by more than this number, or changes the loss by less than this
+            number.
+        history_size: The number of moves from which H is computed.
         line_search_fn: "strong_wolfe", or None for steps of length lr.
         max_ls: The largest number of evaluations in one line search.
 
     Raises:
-        ValueError: A number out of its range, or another line search.
+        ValueError: A number is out of its range, or line_search_fn has another value.
 
     References:
         Liu & Nocedal, "On the limited memory BFGS method for large scale optimization",
@@ -100,7 +104,7 @@ class lbfgs:
     max_ls: int = 25
 
     def __post_init__(self) -> None:
-        """Raise for hyperparameters out of their ranges."""
+        """Raise an error if a hyperparameter is out of its range."""
         lr = self.lr
         check_number("learning rate", "lr", lr)
         if not (lr.numel() == 1 if isinstance(lr, Tensor) else not callable(lr)):
@@ -117,7 +121,7 @@ class lbfgs:
             )
 
     def init(self, params: PyTree) -> LBFGSState:
-        """Return fresh state for `params`: no history, and no evaluation yet."""
+        """Return the initial state for `params`, without history and evaluations."""
         leaves, _ = flatten_params(params)
         places = {str(p.device): str(path_of(params, i)) for i, p in enumerate(leaves)}
         if len(places) > 1:
@@ -149,13 +153,14 @@ class lbfgs:
     ) -> tuple[T, LBFGSState]:
         """Return the parameters and the state after one evaluation.
 
-        The parameters change if it ends a line search. Under torch.compile it is one graph.
+        The parameters change only if the evaluation ends a line search. torch.compile
+        compiles this method into one graph.
 
         Args:
-            params: Parameter tree.
-            state: From `init` or the step before.
-            value_and_grad: `params -> (loss, gradients)`; it is evaluated once, mostly at
-                another point than params.
+            params: The parameter tree.
+            state: The state that `init` or the previous step returned.
+            value_and_grad: A function `params -> (loss, gradients)`. It is called once, in
+                most steps not with `params`, but with the point that the line search tries.
         """
         leaves, params_of = qn.tensors_of(params)
         s: Any = state
@@ -213,22 +218,27 @@ class lbfgs:
     ) -> tuple[T, LBFGSState]:
         """Return the parameters that minimize loss(params, *args), and the last state.
 
-        The parameters have derivatives by args, by the implicit function theorem: see
-        `implicit_root`. Without them nothing of the steps is kept.
+        You can differentiate these parameters with respect to args. The derivatives are
+        computed by the implicit function theorem (see `implicit_root`), so the tensors of
+        the steps are not stored.
 
         Args:
-            loss: `(params, *args) -> 0-d loss`, of operations that torch.func takes.
-            params: Where to begin.
-            args: Trees of tensors: data, and numbers that the solution depends on.
+            loss: A function `(params, *args) -> loss` that returns a 0-d tensor, and whose
+                operations torch.func supports.
+            params: The parameters at which to start.
+            args: Trees of tensors: data, and numbers on which the solution depends.
             max_steps: The largest number of evaluations.
-            in_dims: For a batch of problems, the axis of params and of each of args that
-                counts them, as in torch.func.vmap: `(0, 0, None)`, or 0 for all.
-            state: The last state, to go on from these params with the same loss and args.
+            in_dims: For a batch of problems, the axis of params and the axis of each of
+                args along which the problems are batched, as in torch.func.vmap: `(0, 0,
+                None)`, or 0 for all of them.
+            state: The last state of an earlier call. Pass it together with the parameters,
+                loss and args of that call to continue from there.
 
         Raises:
-            ValueError: in_dims that do not fit params and args, numbers of problems that
-                differ, or a state of other params or options.
-            RuntimeError: loss takes a tensor from elsewhere that needs a derivative.
+            ValueError: in_dims does not fit params and args, the tensors contain different
+                numbers of problems, or state belongs to other params or options.
+            RuntimeError: loss uses a tensor that requires a derivative but is not in params
+                or args.
         """
         check_whole("max_steps", max_steps, 1)
         flatten_params(params)  # which checks them
@@ -272,7 +282,7 @@ class lbfgs:
 
 
 def _axes(in_dims: object, params: PyTree, args: tuple[PyTree, ...]) -> list[int | None]:
-    """Return the axes of the tensors of params and args that count problems, or raise."""
+    """Return the batch axes of the tensors in params and args, or raise an error."""
     dims: Any = in_dims
     if in_dims is None or type(in_dims) is int:
         dims = (in_dims,) * (1 + len(args))
@@ -296,7 +306,7 @@ def _solved(
 ) -> PyTree:
     """Step `(params, state)` until all problems are done, or `most` times.
 
-    When half of a batch are done, the others go on without them.
+    If half of a batch is done, the loop continues with the other problems only.
     """
     results, members = now, None
 

@@ -1,7 +1,7 @@
-"""Gradient release, which updates each parameter during backward.
+"""Gradient release, which updates each parameter during the backward pass.
 
 While hooks are attached, each parameter is updated as soon as its gradient is complete, and
-the gradient is freed before the next one is computed.
+this gradient is freed before the next gradient is computed.
 """
 
 import sys
@@ -57,86 +57,106 @@ def prepare_for_gradient_release(
     reduce_dtype: torch.dtype | None = None,
     broadcast_buffers: bool = True,
 ) -> GradientRelease:
-    """Fuse the optimizer's step into the model's backward.
+    """Add hooks to a model, which update its parameters during the backward pass.
 
-    Afterwards `loss.backward()` updates the parameters and frees each gradient at once.
-    `optimizer.step()` and `zero_grad()` may stay in the loop and find nothing to do.
-    Run a backward whose gradients are to be thrown away in `with handle.paused():`.
-    Schedulers, changes of param groups and load_state_dict take effect, because the hooks
-    read everything when they run.
+    After this call, `loss.backward()` updates each parameter as soon as its gradient is
+    complete, and frees the gradient at once. `optimizer.step()` and `zero_grad()` have
+    nothing left to do, but you can leave them in the training loop. If the gradients of a
+    backward pass must not be applied, run this pass in `with handle.paused():`. Schedulers,
+    changes of param groups, and load_state_dict take effect, because the hooks read the
+    param groups and the state whenever they run.
 
-    With `accumulation`, several backwards make one step. Their gradients add up, as in
-    p.grad, and are not divided. The step ends with the `accumulation_steps`-th backward
-    or with `step()`, whichever comes first.
+    With `accumulation`, several backward passes form one step. Their gradients are summed,
+    as in p.grad, and not divided. The step ends with the `accumulation_steps`-th backward
+    pass or with `step()`, whichever comes first.
 
-    - "buffer": the gradients' sum is kept, and freed parameter by parameter in the last
-      backward. Exact for every rule.
-    - "states": no buffer. The state decays once, and each gradient joins it: `m <- m + (1 -
-      b1) * g_i`, `v <- v + (1 - b2) * g_i^2`. Exact for SGD with momentum. For the others
-      the first moment is that of the whole gradient, but v is a sum of squares and not the
-      square of a sum, and Nesterov and Lion look ahead along the last part alone.
-      docs/release.md says what that costs.
+    - "buffer": The sum of the gradients is stored. In the last backward pass, the sum of
+      each parameter is freed as soon as the parameter is updated. The result is exact for
+      every rule.
+    - "states": No sum is stored. The moments decay once per step, and each gradient is
+      added to the moments: `m <- m + (1 - b1) * g_i`, `v <- v + (1 - b2) * g_i^2`. The
+      result is exact for SGD with momentum. For other rules, the first moment is exact, but
+      v receives the sum of the squared gradients instead of the square of their sum. In
+      addition, Nesterov momentum and Lion look ahead along the last gradient only.
+      docs/release.md shows how large these differences are.
 
-    Under fully_shard (FSDP2), prepared after it, each process updates its shards as soon
-    as they are reduced. Norms are those of whole gradients, and all processes skip the same
-    parameters. Backwards that fully_shard does not reduce (set_requires_gradient_sync) do
-    not count.
+    To use gradient release with fully_shard (FSDP2), call fully_shard before this function.
+    Each process then updates its shards as soon as they are reduced. Norms are computed
+    over whole gradients, and all processes skip the same parameters. Backward passes in
+    which fully_shard does not reduce the gradients (set_requires_gradient_sync) are not
+    counted as backward passes of a step.
 
-    With `process_group`, backward also averages gradients over replicas, in buckets that it
-    frees. DistributedDataParallel, which keeps its own, must not wrap the model. Parameters
-    and buffers become those of the group's first process.
+    With `process_group`, the backward pass also averages the gradients over replicas, in
+    buckets that are freed again. The model must not be wrapped in DistributedDataParallel,
+    which has buckets of its own. This function also sets the parameters and buffers of all
+    processes to those of the group's first process.
 
     Args:
-        model: Its trainable parameters get the hooks.
-        optimizer: A class of this package made with `gradient_release=True`. It may own a
-            part of the parameters, because several optimizers, each with its own handle,
-            may share a model. Or a FunctionalOptimizer, over the tree {name: parameter},
-            whose state is `handle.state`.
-        ignore_existing_hooks: Add the hooks even if other code has hooks there.
-        accumulation: "buffer", "states", or None if every backward is a step.
-        accumulation_steps: The number of backwards in a step. With None `step()` ends it.
-        buffer_dtype: The sum's dtype, which is float32, float64 or bfloat16. None takes
-            the gradient's, but at least float32.
-        clip_param_norm: Scale each gradient down to this norm, by itself.
-        clip_value: Clamp each gradient's elements to this size.
-        clip_global_norm: Scale all gradients down together to this norm. It is exact, and
-            runs each backward that makes a step twice, through `handle.backward(loss_fn)`.
-            Only sums of accumulation="buffer" that `step()` applies need no second pass.
-        grad_norm: Report the norm of every backward's gradients as `handle.grad_norm`.
-        skip_nonfinite: Leave a parameter, its state and its step count unchanged if its
-            gradient has an inf or NaN; `handle.skipped` counts. With
-            accumulation="states" only that part of the gradient is left out of the step.
-            "step" leaves all of them unchanged, in all processes. Every gradient has to be
-            known before the first update, by clip_global_norm (which may be inf), or by
-            accumulation="buffer" without accumulation_steps.
-        groups: Process groups whose processes have other parameters each, as the stages of
-            a pipeline. clip_global_norm, grad_norm and skip_nonfinite="step" are of all of
-            them, as in `clip_grad_norm_`. All end their steps together.
-        process_group: The processes that hold the same model and average its gradients,
-            such as `torch.distributed.group.WORLD`. False averages nothing.
-        bucket_cap_mb: With `process_group`, the MiB of gradients in a bucket. About four
-            buckets are in memory during backward.
+        model: The model, whose trainable parameters get the hooks.
+        optimizer: An instance of an optimizer class of this package that was created with
+            `gradient_release=True`. It may contain only some of the model's parameters,
+            because several optimizers can share a model if each of them has its own handle.
+            You can also pass a FunctionalOptimizer, which works on the tree {name:
+            parameter} and whose state is `handle.state`.
+        ignore_existing_hooks: Add the hooks even if other code has already added hooks to
+            the parameters.
+        accumulation: "buffer", "states", or None if every backward pass is a step.
+        accumulation_steps: The number of backward passes per step. With None, only `step()`
+            ends a step.
+        buffer_dtype: The dtype of the sums: float32, float64 or bfloat16. None means the
+            dtype of the gradients, but at least float32.
+        clip_param_norm: Scale each gradient separately, so that its norm is at most this
+            number.
+        clip_value: Clamp each element of each gradient to the range from -clip_value to
+            clip_value.
+        clip_global_norm: Scale all gradients by one factor, so that their global norm is at
+            most this number. To know the exact norm before the first update,
+            `handle.backward(loss_fn)` runs each backward pass that completes a step twice.
+            Only accumulation="buffer" without accumulation_steps needs no second pass,
+            because `step()` applies the sums.
+        grad_norm: Measure the norm of the gradients in every backward pass, as
+            `handle.grad_norm`.
+        skip_nonfinite: With True, a parameter, its state and its step count are left
+            unchanged if its gradient contains an inf or NaN, and `handle.skipped` counts
+            the skipped updates. With accumulation="states", only the gradient that contains
+            the inf or NaN is left out of the step. With "step", all parameters in all
+            processes are left unchanged if any gradient contains an inf or NaN. "step"
+            requires all gradients before the first update, so also pass clip_global_norm
+            (which may be inf), or accumulation="buffer" without accumulation_steps.
+        groups: Process groups in which each process has different parameters, such as the
+            stages of a pipeline. clip_global_norm, grad_norm and skip_nonfinite="step" then
+            use the gradients of all these processes, as in `clip_grad_norm_`. All these
+            processes have to end their steps together.
+        process_group: The processes that have copies of the same model and average its
+            gradients, such as `torch.distributed.group.WORLD`. With False, gradients are
+            not averaged.
+        bucket_cap_mb: With `process_group`, the size of a bucket of gradients in MiB. About
+            four buckets are in memory during the backward pass.
         reduce_dtype: With `process_group`, the dtype in which gradients are averaged. None
-            takes the parameter's.
-        broadcast_buffers: With `process_group`, the first forward of a step in train mode
-            takes the first process's buffers, such as BatchNorm's statistics.
+            means the dtype of the parameter.
+        broadcast_buffers: With `process_group`, the first forward pass of a step in train
+            mode copies the buffers of the first process to all processes, such as the
+            statistics of BatchNorm.
 
     Returns:
-        The handle, whose `remove()` detaches the hooks; a context manager that does so.
+        The handle. Its method `remove()` detaches the hooks. The handle is also a context
+        manager, which detaches the hooks at its end.
 
     Raises:
-        TypeError: An argument of another type, as an optimizer of another library.
-        ValueError: An optimizer without `gradient_release=True`, hooks that exist
-            already, a model none of whose parameters it owns, an option out of its
-            range, options that exclude each other, or a model wrapped in
-            DistributedDataParallel or FullyShardedDataParallel. With `process_group`, also
-            DTensors, and models, options or states that differ by process. No hook has been
-            added then.
-        RuntimeError: In a later backward or step: a GradScaler (train in bfloat16),
-            compiled autograd, a DistributedDataParallel wrapped around the model later,
-            `backward(create_graph=True)` (run it in `with handle.paused():`), and a
-            parameter that gets two gradients in one backward, as a shared one under
-            reentrant checkpointing does (`use_reentrant=False`).
+        TypeError: An argument has the wrong type, for example an optimizer of another
+            library.
+        ValueError: The optimizer was created without `gradient_release=True`, or contains
+            none of the model's parameters. The parameters already have hooks. An option is
+            out of its range, or options exclude each other. The model is wrapped in
+            DistributedDataParallel or FullyShardedDataParallel. With `process_group`,
+            parameters are DTensors, or the models, options or states of the processes
+            differ. No hook has been added in any of these cases.
+        RuntimeError: A later backward pass or step raises this error if it uses a
+            GradScaler (train in bfloat16 instead), compiled autograd, a
+            DistributedDataParallel that was wrapped around the model later, or
+            `backward(create_graph=True)` (run it in `with handle.paused():`). It also
+            raises this error if a parameter gets two gradients in one backward pass, as a
+            shared parameter does with reentrant checkpointing (pass `use_reentrant=False`).
 
     References:
         Pudipeddi et al., "Training Large Neural Networks with Constant Memory using a New
@@ -230,8 +250,9 @@ def _owned(
 def remove_gradient_release(model: nn.Module) -> None:
     """Detach every hook that `prepare_for_gradient_release` added to the model.
 
-    This includes hooks that it added through another module with the same parameters. Warns
-    if there are none, for example because it was called before.
+    This includes hooks that were added through another module with the same parameters. If
+    the model has no such hooks, for example because you have already called this function,
+    a warning is emitted.
     """
     releases = releases_of(model)
     if not releases:

@@ -1,4 +1,4 @@
-"""The handle of a gradient release, and the handles that models and parameters have."""
+"""The handle of a gradient release, and which models and parameters have handles."""
 
 import random
 import sys
@@ -39,7 +39,7 @@ NO_REENTRANCE = (
 
 
 class Attached(NamedTuple):
-    """The release that a hook belongs to, and the way to remove the hook without it."""
+    """The release to which a hook belongs, and how to remove the hook without it."""
 
     release: "ref[GradientRelease]"
     removers: list[RemovableHandle]
@@ -51,13 +51,15 @@ by_hook: "WeakKeyDictionary[Callable[..., object], Attached]" = WeakKeyDictionar
 
 
 class GradientRelease:
-    """The hooks of one model and optimizer: `remove()` them, or use it as a context.
+    """The handle of the hooks that update the parameters of a model with an optimizer.
 
-    Made by `prepare_for_gradient_release`. A copy (deepcopy, pickle) of a handle has a copy
-    of the optimizer and of all that the handle carries, but no hooks: no model is prepared.
+    `prepare_for_gradient_release` creates handles. To detach the hooks, call `remove()`, or
+    use the handle as a context manager. A copy of a handle (deepcopy, pickle) contains a
+    copy of the optimizer and of everything that the handle stores, but has no hooks on any
+    model.
 
     Attributes:
-        optimizer: The optimizer that updates the parameters in backward.
+        optimizer: The optimizer that updates the parameters during the backward pass.
     """
 
     def __init__(
@@ -89,12 +91,12 @@ class GradientRelease:
             optimizer.releases.append(self)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Return a copy's parts; hooks and locks belong to one model and process."""
+        """Return the parts of a copy; hooks and locks belong to one model and process."""
         arguments = None, self.optimizer, self.params, self.options
         return GradientRelease, arguments, (self.state_dict(), getattr(self, "state", None))
 
     def __setstate__(self, carried: tuple[dict[str, object], TreeState | None]) -> None:
-        """Load what the copied handle carried."""
+        """Load the state that the copied handle stored."""
         state_dict, state = carried
         self.load_state_dict(state_dict)
         if state is not None:
@@ -102,16 +104,18 @@ class GradientRelease:
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """The released parameters, by name."""
+        """The parameters that the hooks update, by name."""
         return self._runner.params
 
     @property
     def options(self) -> ReleaseOptions:
-        """All options; assign a changed copy between two backwards.
+        """All options of the handle.
+
+        You can assign changed options between two backward passes.
 
         Raises:
-            ValueError: Options that exclude each other, or another accumulation while
-                a cycle is open; nothing has changed then.
+            ValueError: Options exclude each other, or the accumulation changes while an
+                accumulation cycle is open. Nothing has changed in this case.
         """
         return self._runner.options
 
@@ -127,7 +131,10 @@ class GradientRelease:
 
     @property
     def accumulation(self) -> AccumulationMode | None:
-        """The way in which several backwards make a step; assign between two cycles."""
+        """The way in which several backward passes form one step.
+
+        You can assign another value between two accumulation cycles.
+        """
         return self._runner.options.accumulation
 
     @accumulation.setter
@@ -142,7 +149,10 @@ class GradientRelease:
 
     @property
     def accumulation_steps(self) -> int | None:
-        """The number of backwards in a step, or None if `step()` ends it; assignable."""
+        """The number of backward passes per step, or None if only `step()` ends a step.
+
+        You can assign another number.
+        """
         return self._runner.options.accumulation_steps
 
     @accumulation_steps.setter
@@ -151,12 +161,13 @@ class GradientRelease:
 
     @property
     def state(self) -> TreeState:
-        """The state of a FunctionalOptimizer, over {name: parameter}; assignable.
+        """The state of a FunctionalOptimizer, for the tree {name: parameter}.
 
-        The tensors are updated in place.
+        The hooks update the tensors of the state in place. You can assign another state.
 
         Raises:
-            AttributeError: For a class, which keeps its state itself.
+            AttributeError: The optimizer is an instance of a class, which stores its state
+                itself.
         """
         return self._tree.state
 
@@ -176,27 +187,33 @@ class GradientRelease:
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The global norm of the last backward's gradients, if `grad_norm=True`.
+        """The global norm of the gradients in the last backward pass, if `grad_norm=True`.
 
-        It is the 0-d tensor on the parameters' device that clip_grad_norm_ would have
-        returned, taken before any clipping. With accumulation="buffer" it is the norm of
-        the sums so far. None before the first backward.
+        The norm is the 0-d tensor, on the device of the parameters, that clip_grad_norm_
+        would have returned. It is measured before any clipping. With accumulation="buffer",
+        it is the norm of the gradients that have been summed so far. It is None before the
+        first backward pass.
         """
         return self._runner.grad_norm
 
     @property
     def skipped(self) -> dict[str, int]:
-        """The number of skipped updates by name of the parameter, without zeros."""
+        """The number of skipped updates for each parameter name.
+
+        Parameters without a skipped update are left out.
+        """
         names, skipped = self._runner.names, self._runner.skipped
         counts = {names[p]: int(count) for p, count in skipped.items()}
         return {name: count for name, count in counts.items() if count}
 
     def state_dict(self) -> StateDict:
-        """Return what the hooks carry from one backward to the next, in live tensors.
+        """Return the data that the handle stores between backward passes.
 
-        The optimizer's own state is not in it, but in `optimizer.state_dict()` of a class
-        and in `handle.state` of a FunctionalOptimizer. Before the first backward there are
-        zeros in the place of sums, for torch.distributed.checkpoint to load into.
+        The dict contains the handle's own tensors, not copies. It does not contain the
+        state of the optimizer, which is in `optimizer.state_dict()` if the optimizer is an
+        instance of a class, and in `handle.state` if it is a FunctionalOptimizer. Before
+        the first backward pass, the dict contains zeros in place of sums, so that
+        torch.distributed.checkpoint can load into them.
         """
         runner, o, cycle = self._runner, self.options, self._runner.cycle
         names, sums = runner.names, cycle.buffer
@@ -211,13 +228,14 @@ class GradientRelease:
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Copy what another run's handle carried, to go on from there.
+        """Load the `state_dict` of another run's handle, to continue this run.
 
-        Counts of skipped updates of parameters that have been frozen since are dropped.
+        If a parameter has been frozen since the state was saved, its count of skipped
+        updates is dropped.
 
         Raises:
-            TypeError, ValueError: What does not fit this model or these options; nothing
-                is loaded then.
+            TypeError, ValueError: The state does not fit this model or these options.
+                Nothing is loaded in this case.
         """
         if not isinstance(state_dict, dict):
             raise TypeError(f"state_dict={state_dict!r:.80}: allowed is a dict, as saved")
@@ -268,9 +286,10 @@ class GradientRelease:
         runner.cycle = cycle
 
     def remove(self) -> None:
-        """Remove the hooks, so that the optimizer's own step updates everything again.
+        """Detach the hooks, so that `optimizer.step()` updates all parameters again.
 
-        Inside a cycle of accumulation="buffer" the sums become the parameters' `.grad`.
+        If a cycle of accumulation="buffer" is open, its sums are added to the parameters'
+        `.grad`.
         """
         with self._runner.lock:
             while self._hooks:
@@ -296,7 +315,7 @@ class GradientRelease:
             self._runner.forget()
 
     def __repr__(self) -> str:
-        """Return the optimizer's name, the number of parameters, and if hooks are there."""
+        """Return the optimizer, the number of parameters, and whether hooks are there."""
         name, count = type(self.optimizer).__name__, len(self.params)
         return f"GradientRelease({name}, {count} parameters, attached={bool(self._hooks)})"
 
@@ -309,15 +328,17 @@ class GradientRelease:
     def step(self) -> None:
         """End the open accumulation cycle now, if there is one.
 
-        `step()` of a class does the same; a FunctionalOptimizer has no other.
+        `optimizer.step()` does the same if the optimizer is an instance of a class. With a
+        FunctionalOptimizer, only this method ends a cycle early.
         """
         self._runner.close_cycle()
 
     def discard(self) -> None:
-        """Drop the gradients of the open cycle, as zero_grad() drops those in p.grad.
+        """Drop the gradients of the open accumulation cycle, as zero_grad() drops p.grad.
 
         Raises:
-            RuntimeError: With accumulation="states", which adds gradients into the state.
+            RuntimeError: accumulation is "states", which has already added the gradients to
+                the state.
         """
         if self._runner.cycle.partially_updated:
             raise RuntimeError(
@@ -327,16 +348,18 @@ class GradientRelease:
         self._runner.cycle = Accumulation()
 
     def paused(self) -> AbstractContextManager[None]:
-        """Return a context in which backwards update nothing, as without release.
+        """Return a context in which backward passes do not update the parameters.
 
-        Their gradients stay in `p.grad`, to be read, or dropped by `zero_grad()`. A GAN
-        needs this for the discriminator in the generator's backward. Gradients that are not
-        dropped join the next step. A later backward outside adds to them, or
-        `optimizer.step()` applies them without this handle's clipping. An open accumulation
-        cycle waits meanwhile. Contexts may be nested, and are for all threads.
+        Gradients stay in `p.grad`, where you can read them, or drop them with
+        `zero_grad()`. A GAN needs this context for the generator's backward pass, which
+        must not update the discriminator. Gradients that you do not drop become part of the
+        next step: a later backward pass outside the context adds its gradients to them, or
+        `optimizer.step()` applies them without the clipping of this handle. An open
+        accumulation cycle continues after the context. Contexts may be nested, and apply to
+        all threads.
 
         Raises:
-            RuntimeError: On entering it inside a running backward.
+            RuntimeError: The context is entered inside a running backward pass.
 
         >>> from optimi_func import prepare_for_gradient_release, sgd
         >>> model = nn.Linear(2, 1)
@@ -349,12 +372,14 @@ class GradientRelease:
         return self._runner.paused()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which replicas add up their gradients and send nothing.
+        """Return a context in which replicas sum their gradients and do not communicate.
 
-        The next backward outside, or `step()`, averages and applies the sums.
+        The next backward pass outside the context, or `step()`, averages and applies the
+        sums.
 
         Raises:
-            RuntimeError: Without `process_group`, or with accumulation="states".
+            RuntimeError: The model was prepared without `process_group`, or with
+                accumulation="states".
 
         >>> from optimi_func import prepare_for_gradient_release, sgd
         >>> prepare_for_gradient_release(nn.Linear(2, 1), sgd(lr=0.1)).no_sync()
@@ -369,7 +394,7 @@ class GradientRelease:
         return self._runner.cycle.is_open
 
     def before_zero_grad(self) -> None:
-        """Warn if zero_grad() would be expected to drop the gradients of an open cycle."""
+        """Warn if zero_grad() cannot drop gradients that the caller expects it to drop."""
         if self.accumulating:
             self._warn_once(
                 "zero_grad() does not drop the gradients of the open accumulation cycle: "
@@ -439,26 +464,28 @@ class GradientRelease:
     def backward(
         self, loss_fn: Callable[[], Tensor], *, clip_global_norm: float | None = None
     ) -> Tensor:
-        """Compute the loss and run its backward, which updates the parameters.
+        """Compute the loss and run the backward pass, which updates the parameters.
 
-        With `clip_global_norm` both run twice, once to measure the norm of all gradients
-        and once to apply them, scaled. In between, the random number generators of torch,
-        Python and numpy and the model's buffers (BatchNorm's statistics) are restored.
-        `loss_fn` must draw or change everything else in the same way again, and so numbers
-        of a `numpy.random.Generator` of your own. Within an accumulation cycle only the
-        last backward runs twice.
+        With `clip_global_norm`, the forward and the backward pass run twice: the first run
+        measures the norm of all gradients, and the second run applies the scaled gradients.
+        Before the second run, the random number generators of torch, Python and numpy are
+        restored, and so are the model's buffers, such as BatchNorm's statistics. `loss_fn`
+        must draw or change everything else in the same way in both runs, for example the
+        numbers from a `numpy.random.Generator` of your own. Within an accumulation cycle,
+        only the last backward pass runs twice.
 
         Args:
-            loss_fn: Runs the model and returns the loss, a tensor of one element.
-            clip_global_norm: Replaces the handle's for this call.
+            loss_fn: A function without arguments that runs the model and returns the loss,
+                a tensor with one element.
+            clip_global_norm: Replaces the `clip_global_norm` of the handle for this call.
 
         Returns:
             The loss, detached.
 
         Raises:
-            TypeError: The loss instead of the function that computes it.
-            RuntimeError: The second pass gave another loss than the first; nothing has
-                been updated then.
+            TypeError: loss_fn is the loss instead of a function that computes it.
+            RuntimeError: The second run gave a different loss than the first run. Nothing
+                has been updated in this case.
         """
         if not callable(loss_fn):
             raise TypeError(

@@ -21,8 +21,8 @@ AccumulationMode: TypeAlias = Literal["states", "buffer"]
 class ReleaseOptions:
     """The options of `prepare_for_gradient_release`, under the same names.
 
-    Change one between two backwards by
-    `handle.options = dataclasses.replace(handle.options, grad_norm=True)`.
+    To change an option between two backward passes, assign `handle.options =
+    dataclasses.replace(handle.options, grad_norm=True)`.
     """
 
     accumulation: AccumulationMode | None

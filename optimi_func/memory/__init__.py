@@ -1,8 +1,9 @@
-"""Memory plans: find the recipe that trains a model within a budget, without that memory.
+"""Memory plans: find the recipes with which the training of a model fits into a budget.
 
-A recipe is the dtype of the parameters, the storage of parameters and moments, gradient
-release or not, and the dtype in which gradients accumulate. Bytes are counted on meta and
-fake tensors, so a model on meta can be planned on a laptop.
+A recipe consists of the dtype of the parameters, the storage of parameters and moments,
+whether to use gradient release, and the dtype in which gradients accumulate. Bytes are
+counted on meta and fake tensors, so you can plan the training of a model on a laptop that
+does not have the memory for it.
 """
 
 from collections import Counter
@@ -50,55 +51,65 @@ def plan(
 ) -> MemoryPlan:
     """Find the recipes that train a model within a memory budget.
 
-    A recipe's peak is the bytes of all tensors that are alive at the worst moment of a
-    training step. Memory that an allocator keeps beyond that, CUDA's own context (half a
-    GB), the scratch of matrix products and the program are not counted. Parameters,
-    gradients, state and temporaries of the optimizer are exact on CPU: its own step is
-    rehearsed on meta tensors.
+    The peak of a recipe is the number of bytes of all tensors that are alive at the worst
+    moment of a training step. Memory that an allocator keeps in addition, CUDA's context
+    (half a GB), the workspaces of matrix products and the program itself are not counted.
+    On a CPU, the bytes of the parameters, gradients, state and temporaries of the optimizer
+    are exact, because the plan runs the optimizer's own step on meta tensors.
 
     Recipes without gradient release come first, because its hooks exclude some ways to clip
-    and to scale gradients; plain bfloat16 comes last. Otherwise recipes are ordered by what
-    a step loses for good, in weights and moments first, then in sums of gradients.
+    and scale gradients. Plain bfloat16 comes last. Within this order, recipes are sorted by
+    the rounding errors that a step never recovers: first by those of weights and moments,
+    then by those of summed gradients.
 
-    With `loss_fn` and `batch`, one forward runs on fake CPU tensors in each dtype, and the
-    tensors that it saves for backward are counted. Gradients of activations, and what
-    backward takes besides, are not seen: they are estimated from the sizes of the saved
-    tensors. So the activations, and a peak in backward with them, are an estimate, which is
-    usually a little too large; [the guide](../precision.md#will-it-fit) compares it with
-    measurements. A block in `torch.utils.checkpoint` counts as if its modules ran again
-    together. Floating tensors of the batch that have the model's dtype are cast with it.
-    `torch.autocast(device.type)` in `loss_fn`, with the device of its batch, acts as in
-    training.
+    If you pass `loss_fn` and `batch`, one forward pass runs on fake CPU tensors for each
+    dtype, and the tensors that autograd saves for the backward pass are counted. The
+    gradients of activations, and other temporaries of the backward pass, cannot be counted
+    in this way, so they are estimated from the sizes of the saved tensors. The activations
+    are therefore an estimate, and so is a peak in the backward pass. The estimate is
+    usually slightly too large; [the guide](../precision.md#will-it-fit) compares it with
+    measurements. A block in `torch.utils.checkpoint` is counted as if all of its modules
+    ran again together. Floating-point tensors in the batch that have the model's dtype are
+    cast together with the model. `torch.autocast(device.type)` in `loss_fn` has the same
+    effect as in training, if the device is that of the batch.
 
-    Without `loss_fn` and `batch` the column of activations is empty. A tied weight's
-    gradient then counts throughout backward, of the others the largest under release.
+    Without `loss_fn` and `batch`, the column of activations is empty. In this case, the
+    gradient of a tied weight is counted during the whole backward pass, and, under gradient
+    release, only the largest of the other gradients is counted.
 
     Args:
-        model: On any device, "meta" too; it does not change.
-        optimizer: A class of this package, a `functools.partial` of one, or a function
-            that takes `(named_parameters, storage=..., gradient_release=..., **options)`
-            and makes one. A model in place of the parameters is named `model`.
-        budget: Memory in one process: "24GB" (10^9 bytes), "16GiB" (2^30), or a number of
-            bytes from 10^6.
-        loss_fn: `(model, batch) -> loss`, run with a copy of the model.
-        batch: A tree of tensors, on the model's device or on meta.
-        device: "cpu" or "cuda", where the model will be trained. None: the model's
-            device, and "cuda" for a model on meta.
-        ranks: Processes that fully_shard will divide the model among. Bytes are those of
-            one process; gathered parameters are an estimate.
-        accumulation_steps: Backwards that make a step.
-        options: Options of the optimizer's constructor. Pass those that change its state
-            (momentum, amsgrad); lr and others may wait for `apply`.
+        model: The model, on any device including "meta". It is not changed.
+        optimizer: An optimizer class of this package, a `functools.partial` of a class, or
+            a function that is called with `(named_parameters, storage=...,
+            gradient_release=..., **options)` and returns an optimizer. If the first
+            argument of the function is named `model`, the function is called with the model
+            instead of the parameters.
+        budget: The memory for one process: "24GB" (1 GB is 10^9 bytes), "16GiB" (1 GiB is
+            2^30 bytes), or a number of bytes of at least 10^6.
+        loss_fn: A function `(model, batch) -> loss`, which is called with a copy of the
+            model.
+        batch: A tree of tensors, on the model's device or on "meta".
+        device: The device on which the model will be trained, "cpu" or "cuda". None means
+            the model's device, or "cuda" if the model is on "meta".
+        ranks: The number of processes over which fully_shard will divide the model. Bytes
+            are then those of one process, and the bytes of gathered parameters are an
+            estimate.
+        accumulation_steps: The number of backward passes per step.
+        options: Options of the optimizer's constructor. Pass the options that change the
+            size of the state (momentum, amsgrad). You can pass lr and other options to
+            `apply` instead.
 
     Returns:
-        The plan: `print` it; `best` is the recipe to `apply`, if one fits.
+        The plan. You can `print` the plan, and `best` is the recipe to `apply`, if a recipe
+        fits.
 
     Raises:
-        TypeError, ValueError: The budget is no size, the batch is on another device than
-            the model, the loss is no scalar or depends on no parameter, the model is
-            divided among processes already, recipes decide an option, or the optimizer
-            refuses one.
-        RuntimeError: The forward cannot run on fake tensors; the module is named.
+        TypeError, ValueError: The budget is not a size, the batch is on a different device
+            than the model, the loss is not a scalar or depends on no parameter, the model
+            is already divided among processes, an option is one that the recipes decide, or
+            the optimizer does not accept an option.
+        RuntimeError: The forward pass cannot run on fake tensors. The error names the
+            module.
 
     >>> from optimi_func import AdamW
     >>> model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))

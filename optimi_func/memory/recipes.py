@@ -76,7 +76,7 @@ def slower_by(
 
 
 def check_undecided(options: Mapping[str, object]) -> None:
-    """Raise for options that recipes decide."""
+    """Raise an error if an option is one that the recipes decide."""
     for name in ("storage", "gradient_release", "kahan_sum", "state_dtype"):
         if name in options:
             raise ValueError(
@@ -86,7 +86,7 @@ def check_undecided(options: Mapping[str, object]) -> None:
 
 
 class Applied(NamedTuple):
-    """The optimizer and the release that a recipe made for a model."""
+    """The optimizer and the gradient release handle that a recipe created for a model."""
 
     optimizer: BaseOptimizer
     release: GradientRelease | None  # the handle, if the recipe releases gradients
@@ -94,29 +94,31 @@ class Applied(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """A way to train a model, and its bytes at the worst moment of a step.
+    """A way to train a model, and the bytes it needs at the worst moment of a step.
 
     Attributes:
-        name: Dtype and storage, and the treatment of gradients.
-        dtype: The dtype that the model is cast to.
-        storage: Passed to the optimizer.
-        gradient_release: True if parameters are updated in backward.
-        accumulation_steps: Backwards that make a step.
-        buffer_dtype: Dtype in which a release accumulates gradients, or None.
+        name: A name that consists of the dtype, the storage and the treatment of gradients.
+        dtype: The dtype to which the model is cast.
+        storage: The `storage` argument that is passed to the optimizer.
+        gradient_release: True if parameters are updated during the backward pass.
+        accumulation_steps: The number of backward passes per step.
+        buffer_dtype: The dtype in which gradient release accumulates gradients, or None.
         parameters: Bytes of parameters and buffers.
-        gradients: Bytes of gradients, their sums, and gradients that wait for an update.
+        gradients: Bytes of gradients, of sums of gradients, and of gradients that wait for
+            an update.
         state: Bytes of the optimizer's state.
-        activations: Bytes of everything else in forward and backward, with the batch.
-            None if no loss_fn and batch were given.
-        scratch: Bytes of an update's temporaries, and of parameters that fully_shard
+        activations: Bytes of all other tensors in the forward and backward pass, including
+            the batch. None if no loss_fn and batch were passed.
+        scratch: Bytes of the temporaries of an update, and of parameters that fully_shard
             gathers.
-        slower: What makes a training step slower than the fastest recipe's: products in
-            float32 on a GPU, or in bfloat16 on a CPU (unless it has instructions for them),
-            codes of 8-bit moments, compensations, hooks of gradient release. "-": nothing.
-        phase: The worst moment is in "backward" or "step".
+        slower: The reasons why a training step is slower than that of the fastest recipe:
+            matrix products in float32 on a GPU, or in bfloat16 on a CPU (unless the CPU has
+            instructions for them), the 8-bit codes of moments, compensations, and the hooks
+            of gradient release. "-" means that there is no such reason.
+        phase: The phase in which the worst moment of a step occurs, "backward" or "step".
         fits: True if the peak is within the budget.
-        estimated: Names of parts that are estimates: "activations" with loss_fn and batch,
-            "scratch" for what fully_shard gathers.
+        estimated: The names of the sizes that are estimates: "activations" if loss_fn and
+            batch were passed, and "scratch" if fully_shard gathers parameters.
     """
 
     name: str
@@ -139,25 +141,25 @@ class Recipe:
 
     @property
     def peak(self) -> int:
-        """Bytes of all parts together."""
+        """The bytes of parameters, gradients, state, activations and scratch together."""
         return sum(getattr(self, part) or 0 for part in PARTS)
 
     @property
     def keywords(self) -> dict[str, object]:
-        """The keywords that the optimizer's constructor is called with."""
+        """The keyword arguments with which the optimizer's constructor is called."""
         own = {"storage": self.storage, "gradient_release": self.gradient_release}
         return {**self.options, **{name: x for name, x in own.items() if x}}
 
     def apply(self, model: nn.Module, **options: object) -> Applied:
-        """Cast a model, make its optimizer, and prepare gradient release if it is used.
+        """Cast a model, create its optimizer, and prepare gradient release if it is used.
 
         Args:
-            model: Cast in place.
+            model: The model, which is cast in place.
             options: More options of the optimizer's constructor, such as lr. They replace
-                those that the plan was made with.
+                the options that were passed to `plan`.
 
         Raises:
-            ValueError: The model is on meta, or the recipe decides an option.
+            ValueError: The model is on "meta", or an option is one that the recipe decides.
         """
         check_undecided(options)
         if any(p.is_meta for p in model.parameters()):
@@ -190,12 +192,12 @@ def unit_of(recipes: Sequence[Recipe]) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Recipes for a model and a budget; `str()` of it is a table.
+    """The recipes for a model and a budget; `print` shows them as a table.
 
     Attributes:
         title: The model, the optimizer and the device.
-        budget: Bytes.
-        recipes: In the order in which one would try them: see `plan`.
+        budget: The budget in bytes.
+        recipes: The recipes, in the order in which you would try them (see `plan`).
     """
 
     title: str
@@ -204,7 +206,7 @@ class MemoryPlan:
 
     @property
     def best(self) -> Recipe:
-        """The first recipe that fits; raises ValueError if none does."""
+        """The first recipe that fits; raises ValueError if no recipe fits."""
         if fitting := [recipe for recipe in self.recipes if recipe.fits]:
             return fitting[0]
         least = min(self.recipes, key=lambda recipe: recipe.peak)
@@ -214,7 +216,7 @@ class MemoryPlan:
         )
 
     def __str__(self) -> str:
-        """Return the table and the name of the best recipe."""
+        """Return the table of recipes and the name of the best recipe."""
         name, unit = unit_of(self.recipes)
         rows: list[list[str]] = [["recipe", *PARTS, "peak", "in", "fits", "slower by"]]
         for r in self.recipes:
@@ -246,7 +248,7 @@ class MemoryPlan:
         return notes
 
     def within(self, budget: str | float) -> "MemoryPlan":
-        """Return the plan for another budget, without counting again."""
+        """Return the plan for a different budget, without counting the bytes again."""
         limit = parse_size("budget", budget)
         recipes = [replace(recipe, fits=recipe.peak <= limit) for recipe in self.recipes]
         return MemoryPlan(self.title, limit, tuple(recipes))

@@ -1,12 +1,13 @@
 """torch.optim with this package's steps: `import optimi_func.optim as optim`.
 
-The classes have torch.optim's names, order of arguments, defaults and results. They are
-subclasses of this package's, whose options, such as `storage` and `compile`, they take by
-name. Everything else is torch's own object: schedulers, `swa_utils`, `Optimizer`, LBFGS,
-SparseAdam (because sparse gradients are refused here), and from torch 2.15 on `functional`,
-whose functions write to their arguments. Our pure functions are in `optimi_func.functional`
-and not in this module, which has no public name that torch.optim lacks: torch may use such
-a name for something else in its next release.
+The classes have the names, order of arguments, defaults and results of torch.optim. They
+are subclasses of the classes of this package, and accept the options of these classes, such
+as `storage` and `compile`, by name. Everything else is torch's own object: schedulers,
+`swa_utils`, `Optimizer`, LBFGS, SparseAdam (because this package does not support sparse
+gradients), and, from torch 2.15 on, `functional`, whose functions write to their arguments.
+The pure functions of this package are in `optimi_func.functional`. This module has no
+public name that torch.optim does not have, because the next release of torch might use such
+a name for something else.
 
 >>> import optimi_func.optim as optim
 >>> w = torch.ones(2, requires_grad=True)

@@ -57,7 +57,7 @@ def with_torchs_names(name: str, above: dict[str, Any], module: str) -> Any:
     )
     own = {"keywords": keywords, "_our_names": names, "_fixed": fixed}
     own["_declared"] = parameters
-    doc = f"`{name}` with the arguments of torch.optim.{name}, and by name our others."
+    doc = f"`{name}` with torch.optim.{name}'s arguments; our other options are by name."
     own |= {"__init__": __init__, "__doc__": doc, "__module__": module}
     own |= {"add_param_group": add_param_group} if "dampening" in parameters else {}
     cls: Any = type(name, (base,), own)

@@ -22,8 +22,9 @@ class Adadelta(Coupled, name="adadelta"):
     first steps move each element by about sqrt(eps).
 
     Args:
-        rho: Fraction of v and a that carries over from one step to the next, at most 1.
-        eps: Added to v and a before their square roots are taken.
+        rho: Fraction of the averages v and a that carries over from one step to the next,
+            at most 1.
+        eps: Added to each of the averages v and a before its square root is taken.
         weight_decay: Coefficient of weight decay. By default, weight_decay * p is added to
             the gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
             instead. With decouple_lr=True, lr / max_lr * weight_decay * p is subtracted

@@ -20,7 +20,7 @@ __all__ = ["Adafactor", "adafactor", "adafactor_init", "adafactor_step"]
 
 
 def torchs_options(group: Group) -> Group:
-    """Raise if torch.optim.Adafactor lacks an option of a group."""
+    """Raise an error if a group uses an option that torch.optim.Adafactor lacks."""
     for name, only in (("torch_form", True), ("flatten", False), ("beta1", None)):
         if group[name] is not only and group[name] != {}:  # optim.Adafactor's default
             why = f"cannot go on with {name}={group[name]!r}"
@@ -29,7 +29,7 @@ def torchs_options(group: Group) -> Group:
 
 
 def our_options(group: Group) -> Group:
-    """Return the options with which this class continues a torch.optim.Adafactor group."""
+    """Return the options that make this class continue a torch.optim.Adafactor group."""
     options = {"torch_form": True, "flatten": False, "beta1": None}
     return options if "beta2_decay" in group and group.get("torch_form", {}) == {} else {}
 
@@ -55,17 +55,19 @@ class Adafactor(Body, name="adafactor"):
     Together, R and C approximate the second moment of a matrix. For a vector, U = g /
     sqrt(V), where V is a moving average of g^2 + eps1 with the same shape as g.
 
-    For a matrix, Adafactor's state takes only a few thousandths of the memory of the
-    matrix. Each element of a bfloat16 matrix with Kahan summation therefore takes 4 bytes
-    in total. R, C and V are always stored in float32 or wider, and state_dtype has no
-    effect on them. The defaults are the settings that transformers recommends for
-    finetuning with Adafactor, in which you choose lr yourself, as for AdamW. If you used
-    transformers' warmup_init, use a learning-rate schedule with a warmup instead.
+    For a matrix, Adafactor's state takes only a few thousandths of the memory that the
+    matrix itself takes. With Kahan summation, each element of a bfloat16 matrix therefore
+    takes 4 bytes in total. R, C and V are always stored in float32 or wider, and
+    state_dtype has no effect on them. The defaults are the settings that transformers
+    recommends for finetuning with Adafactor. With these settings, you choose lr yourself,
+    as for AdamW. If you used transformers' warmup_init, use a learning-rate schedule with a
+    warmup instead.
 
     As in transformers and torch, a tensor with more than two dimensions is treated as a
-    stack of matrices, whose rows and columns are the last two dimensions. As in torch,
-    weight decay subtracts lr * weight_decay * p from p. With scale_parameter=True,
-    transformers also multiplies weight decay by RMS(p), but this package does not.
+    stack of matrices. The last two dimensions of the tensor are the rows and columns of
+    these matrices. As in torch, weight decay subtracts lr * weight_decay * p from p. With
+    scale_parameter=True, transformers also multiplies weight decay by RMS(p), but this
+    package does not.
 
     Args:
         eps: The pair (eps1, eps2). eps1 is added to the squared gradients, and eps2 is the
@@ -76,28 +78,29 @@ class Adafactor(Body, name="adafactor"):
         beta1: If beta1 is a number in [0, 1), each step uses a moving average of the
             directions U instead of U. beta1 is the fraction of this average that carries
             over from one step to the next. The average takes 4 bytes per element of the
-            parameter. None turns the average off.
-        weight_decay: Coefficient of weight decay, which each step multiplies by lr, or by
-            lr / max_lr if decouple_lr=True.
+            parameter. None turns off averaging.
+        weight_decay: Coefficient of weight decay. Each step multiplies weight_decay by lr,
+            or by lr / max_lr if decouple_lr=True.
         scale_parameter: Multiply U by max(eps2, RMS(p)), so that lr is relative to the size
             of the parameter.
         relative_step: Multiply U by min(lr, 1 / sqrt(t)) instead of lr. Where you would
             pass lr=None to transformers, pass lr=1e-2.
         torch_form: Use the formulas of torch.optim.Adafactor: scale_parameter and
             relative_step are turned on, and eps1 is not added to the squared gradients.
-            Instead, eps1 is the lower bound of mean(R) and of the square root by which the
-            gradient is divided. torch's defaults are lr=1e-2 and eps=(None, 1e-3). With
-            None, eps1 is the machine epsilon of the dtype in which the step is computed,
-            which is 1.2e-7 for float32 and bfloat16 parameters. For bfloat16 parameters
-            torch uses 0.0078 instead, which is larger than most gradients.
+            Instead, eps1 is a lower bound for mean(R), and for the square root by which the
+            gradient is divided. torch's defaults are lr=1e-2 and eps=(None, 1e-3). If eps1
+            is None, it is replaced by the machine epsilon of the dtype in which the step is
+            computed. For float32 and bfloat16 parameters, this machine epsilon is 1.2e-7.
+            For bfloat16 parameters, torch uses 0.0078 instead, which is larger than most
+            gradients.
         flatten: Treat a tensor with three or more dimensions as one matrix, with one row
             for each index of the first dimension. Use flatten=True for convolutions,
             because their last two dimensions are a kernel of only a few elements.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
-    Gradient release with accumulation="states" raises an error for Adafactor, because its
-    state cannot be computed from the gradients of single micro-batches.
+    If you use gradient release with accumulation="states", Adafactor raises an error,
+    because its state cannot be computed from the gradients of single micro-batches.
 
     References:
         Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost",
@@ -146,7 +149,7 @@ class Adafactor(Body, name="adafactor"):
 
     @choice
     def averages(self) -> bool:
-        """True if the directions are averaged, which beta1 turns on."""
+        """True if beta1 is set, so that directions are averaged."""
         return self.beta1 is not None
 
     @choice
@@ -159,7 +162,7 @@ class Adafactor(Body, name="adafactor"):
             check_number("epsilon", "eps[0]", self.eps[0])
 
     def shape(self, p: Tensor) -> list[int]:
-        """Return the shape of a tensor as a stack of matrices."""
+        """Return the shape in which a tensor is a stack of matrices."""
         first, *rest = p.shape
         return [first, math.prod(rest)] if self.flatten else [first, *rest]
 
@@ -177,7 +180,7 @@ class Adafactor(Body, name="adafactor"):
 
     @property
     def whole(self) -> Callable[..., tuple[Tensor, State]]:
-        """The map of the direction, which takes the parameter if RMS(p) scales the step."""
+        """The method that maps directions, with the parameter if RMS(p) scales the step."""
         return self.scaled if self.scale_parameter or self.torch_form else self.alone
 
     def alone(self, d: Tensor, s: State, t: Scalar, lr: Scalar):
@@ -220,7 +223,7 @@ class Adafactor(Body, name="adafactor"):
         return u, self.State(row, col, var, avg)
 
     def relative(self, t: Scalar, lr: Scalar) -> Scalar:
-        """Return the factor on lr, at most 1, by which relative_step shortens the step."""
+        """Return the factor (at most 1) by which relative_step reduces lr."""
         most = lr if self.relative_step or self.torch_form else 0.0
         longer = most * sqrt(t)
         return 1.0 / choose(longer > 1.0, longer, 1.0)

@@ -12,7 +12,7 @@ __all__ = ["Adagrad", "adagrad", "adagrad_init", "adagrad_step"]
 
 
 class Adagrad(Coupled, name="adagrad"):
-    """Adagrad: divide each gradient by the root of the sum of squared gradients so far.
+    """Adagrad: divide each gradient by the root of the accumulated squared gradients.
 
         v <- v + g^2
         p <- p - lr / (1 + (t - 1) * lr_decay) * g / (sqrt(v) + eps)

@@ -84,7 +84,7 @@ class Moments(Body):
 
 
 class WithLargest(Moments):
-    """Base class of Adam and AdamW, which have the option amsgrad."""
+    """Base class of Adam and AdamW, which have the `amsgrad` option."""
 
     _: KW_ONLY
     amsgrad: bool = False
@@ -115,10 +115,11 @@ class Adam(WithLargest, name="adam"):
             the gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
             instead. With decouple_lr=True, lr / max_lr * weight_decay * p is subtracted
             from p.
-        eps: Added to the square root of the bias-corrected second moment in the divisor.
+        eps: Added to the divisor, which is the square root of the bias-corrected second
+            moment.
         decouple_wd: Subtract weight decay directly from the parameter instead of adding it
             to the gradient.
-        amsgrad: For each element, use the largest v so far instead of v in the divisor
+        amsgrad: In the divisor, replace v by the largest v so far, element by element
             (arXiv:1904.09237).
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
@@ -150,16 +151,17 @@ class AdamW(Corrected, WithLargest, name="adamw"):
     Args:
         betas: b1 and b2, each in [0, 1): the fractions of m and v that carry over from one
             step to the next.
-        weight_decay: Coefficient of weight decay, which each step multiplies by lr, or by
-            lr / max_lr if decouple_lr=True.
-        eps: Added to the square root of the bias-corrected second moment in the divisor.
-        amsgrad: For each element, use the largest v so far instead of v in the divisor
+        weight_decay: Coefficient of weight decay. Each step multiplies weight_decay by lr,
+            or by lr / max_lr if decouple_lr=True.
+        eps: Added to the divisor, which is the square root of the bias-corrected second
+            moment.
+        amsgrad: In the divisor, replace v by the largest v so far, element by element
             (arXiv:1904.09237).
         mars: A factor that turns on MARS. MARS replaces g by g + mars * b1 / (1 - b1) * (g
-            - g_prev), where g_prev is the gradient of the previous step, and divides the
-            result by its norm if that norm is above 1. The paper uses mars=0.025 with betas
-            of 0.95 and 0.99, and a larger lr than for AdamW. MARS also stores g_prev, and
-            cannot be combined with amsgrad. None turns MARS off.
+            - g_prev), where g_prev is the gradient of the previous step. If the result has
+            a norm above 1, MARS scales it to a norm of 1. The paper uses mars=0.025 with
+            betas of 0.95 and 0.99, and a larger lr than for AdamW. MARS also stores g_prev,
+            and cannot be combined with amsgrad. None turns MARS off.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 

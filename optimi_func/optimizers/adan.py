@@ -31,15 +31,16 @@ class Adan(Body, name="adan"):
         p <- p - lr * (mhat + b2 * what) / (sqrt(nhat) + eps)
         p <- p / (1 + lr * weight_decay)
 
-    mhat, what and nhat are m, w and n after a bias correction like Adam's. g_prev is the
+    The suffix "hat" marks moments after a bias correction like Adam's. g_prev is the
     gradient of the previous step. In the first step, g_prev equals g.
 
     Args:
         betas: b1, b2 and b3, each in [0, 1): the fractions of m, w and n that carry over
             from one step to the next. The paper's betas are 1 minus these values.
-        weight_decay: Coefficient of weight decay, which each step multiplies by lr, or by
-            lr / max_lr if decouple_lr=True.
-        eps: Added to the square root of the bias-corrected second moment in the divisor.
+        weight_decay: Coefficient of weight decay. Each step multiplies weight_decay by lr,
+            or by lr / max_lr if decouple_lr=True.
+        eps: Added to the divisor, which is the square root of the bias-corrected second
+            moment.
         adam_wd: Subtract weight decay as AdamW does, instead of dividing p by 1 + lr *
             weight_decay.
 

@@ -22,15 +22,16 @@ class AdEMAMix(Body, name="ademamix"):
 
     m1hat and vhat are m1 and v after Adam's bias correction. m2 has no bias correction.
     Through the slow mean m2, a gradient influences tens of thousands of later steps. m2 and
-    v are stored in float32 in every storage mode, because each step changes them by less
-    than bfloat16 can represent.
+    v are stored in float32 in every storage mode, because bfloat16 would round away the
+    small changes of m2 and v in each step.
 
     Args:
         betas: b1, b2 and b3, each in [0, 1): the fractions of m1, v and m2 that carry over
             from one step to the next.
-        weight_decay: Coefficient of weight decay, which each step multiplies by lr, or by
-            lr / max_lr if decouple_lr=True.
-        eps: Added to the square root of the bias-corrected second moment in the divisor.
+        weight_decay: Coefficient of weight decay. Each step multiplies weight_decay by lr,
+            or by lr / max_lr if decouple_lr=True.
+        eps: Added to the divisor, which is the square root of the bias-corrected second
+            moment.
         alpha: Factor on m2, at least 0. The authors' code uses 2, and their paper uses 8.
         alpha_warmup: Number of steps over which alpha grows linearly from 0, usually the
             length of the whole run. alpha_warmup is not part of the state, so pass it again

@@ -30,7 +30,7 @@ class ADOPT(Body, name="adopt"):
     The first step sets v = g^2 and does not move the parameters. When a gradient is divided
     by the root of v, v does not yet contain this gradient. ADOPT therefore converges with
     any b2, whereas Adam may not converge. v is stored in float32 in every storage mode,
-    because each step changes v by less than bfloat16 can represent.
+    because bfloat16 would round away the small change of v in each step.
 
     Args:
         betas: b1 and b2, each in [0, 1): the fractions of m and v that carry over from one
@@ -39,7 +39,7 @@ class ADOPT(Body, name="adopt"):
             the gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
             instead. With decouple_lr=True, lr / max_lr * weight_decay * p is subtracted
             from p.
-        eps: Lower bound of the root of v by which a gradient is divided.
+        eps: Lower bound of sqrt(v), by which gradients are divided.
         decouple_wd: Subtract weight decay directly from the parameter instead of adding it
             to the gradient.
 

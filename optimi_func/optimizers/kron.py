@@ -24,7 +24,7 @@ class Kron(Body, name="kron"):
 
     Q is the Kronecker product of one triangular factor Q_i for each dimension of the
     parameter. Each Q_i begins as the identity. Q_i is diagonal instead of triangular if the
-    parameter is a vector, or if the size of dimension i is 1 or larger than
+    parameter is a vector, if dimension i has size 1, or if dimension i is larger than
     max_size_triangular.
 
     A fit of the preconditioner updates all factors: Q_i <- Q_i - precond_lr * triu(A - B)
@@ -33,19 +33,18 @@ class Kron(Body, name="kron"):
     fit is expensive, only a fraction of the steps includes a fit. At step t this fraction
     is max(precond_update_prob, exp((f + 1 - t) / 2f)), with f = precond_flat_start. The
     steps with a fit are spread evenly. A pure step that is traced, vmapped or run on an
-    accelerator cannot read its step count. Such a step always computes a fit, and uses it
-    only if the fit is due.
+    accelerator cannot read its step count. Such a step always computes a fit, and uses the
+    result only if a fit is due.
 
     Args:
         momentum: Fraction of m that carries over from one step to the next, in [0, 1).
-        weight_decay: Coefficient of weight decay, which each step multiplies by lr, or by
-            lr / max_lr if decouple_lr=True.
+        weight_decay: Coefficient of weight decay. Each step multiplies weight_decay by lr,
+            or by lr / max_lr if decouple_lr=True.
         precond_lr: Step size of a fit: a factor on the change of each Q_i.
-        precond_update_prob: Lower bound of the fraction of steps that include a fit, in [0,
-            1].
-        precond_flat_start: Number of steps at the beginning of the run that all include a
-            fit. After these steps, the fraction of steps with a fit falls.
-        max_size_triangular: The size of the longest dimension for which Q_i is triangular.
+        precond_update_prob: Lowest fraction of steps that include a fit, in [0, 1].
+        precond_flat_start: Number of initial steps that all include a fit. After these
+            steps, the fraction of steps with a fit falls.
+        max_size_triangular: Largest size of a dimension for which Q_i is triangular.
         seed: Seed of the random numbers z that the steps draw.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
@@ -121,7 +120,7 @@ def along(q: Tensor, x: Tensor, i: int) -> Tensor:
 
 
 def fitted(qs: list[Tensor], a: Tensor, b: Tensor, rate: Scalar) -> list[Tensor]:
-    """Return the factors after a fit to a and the noise b, scaled to equal maxima."""
+    """Return the factors after a fit to direction `a` and noise `b`, with equal maxima."""
     for i, q in enumerate(qs):
         if q.dim() == 1:
             back = 1.0 / q
@@ -144,7 +143,7 @@ def fitted(qs: list[Tensor], a: Tensor, b: Tensor, rate: Scalar) -> list[Tensor]
 
 
 def lower_bound(x: Tensor) -> Tensor:
-    """Return a lower bound of the largest eigenvalue of a positive matrix."""
+    """Return a lower bound for the largest eigenvalue of a positive matrix."""
     most = x.amax()
     x = x / most
     longest = (x * x).sum(1).argmax(0, keepdim=True)

@@ -22,17 +22,17 @@ __all__ = ["LAMB", "lamb", "lamb_init", "lamb_step"]
 
 
 class LAMB(Moments, name="lamb"):
-    """LAMB: AdamW with each tensor's step scaled to lr times the norm of the tensor.
+    """LAMB: AdamW with the step of each tensor scaled to lr times the tensor's norm.
 
         r = mhat / (sqrt(vhat) + eps) + weight_decay * p
         p <- p - lr * |p| / |r| * r
 
     mhat and vhat are Adam's moments after bias correction. |p| and |r| are the norms of
-    whole tensors. If |p| or |r| is 0, the step is not scaled. The scaling moves each layer
-    by the same fraction of its norm, which keeps training stable with batches of tens of
-    thousands of examples. With lr = 1e-3, for example, each step changes each tensor by a
-    thousandth of its norm. Weight decay changes the direction of the step, but not its
-    length.
+    whole tensors. If |p| or |r| is 0, the step is not scaled. Because of the scaling, all
+    layers move by the same fraction of their norms, so training stays stable with batches
+    of tens of thousands of examples. With lr = 1e-3, for example, each step changes each
+    tensor by a thousandth of its norm. Weight decay changes the direction of the step, but
+    not its length.
 
     v is stored in float32 (float64 for float64 parameters) in every storage mode, because
     bfloat16 is too coarse to represent a relative change of 0.1 %.
@@ -40,8 +40,8 @@ class LAMB(Moments, name="lamb"):
     If a tensor is sharded, LAMB uses the norm of the complete tensor. Biases and the gains
     of norm layers are usually updated by AdamW instead of LAMB, as in the authors' code,
     apex and timm. To combine LAMB with AdamW in this way, write
-    `Mixed(named, (matrices, lamb(lr=...)), rest=adamw(lr=...))`. This LAMB does not clip
-    gradients, whereas timm's LAMB clips the joint norm of all gradients to 1.
+    `Mixed(named, (matrices, lamb(lr=...)), rest=adamw(lr=...))`. This package's LAMB does
+    not clip gradients, whereas timm's LAMB clips the global norm of the gradients to 1.
 
     Args:
         lr: The length of a step, as a fraction of the tensor's norm.
@@ -50,7 +50,8 @@ class LAMB(Moments, name="lamb"):
         weight_decay: Coefficient of weight decay. Because weight_decay * p is a term of r,
             each step multiplies weight decay by lr * |p| / |r|. With decouple_lr=True,
             weight decay is also divided by max_lr.
-        eps: Added to the square root of the bias-corrected second moment in the divisor.
+        eps: Added to the divisor, which is the square root of the bias-corrected second
+            moment.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 

@@ -18,16 +18,16 @@ class Lion(Corrected, name="lion"):
         m <- b2 * m + (1 - b2) * g
 
     Lion stores one moment, whereas Adam stores two. Use an lr that is 3 to 10 times smaller
-    than AdamW's, and a weight_decay that is larger than AdamW's by the same factor.
+    than AdamW's, and multiply AdamW's weight_decay by the same factor.
 
     Args:
         betas: b1 and b2, each in [0, 1). b1 is the factor on m in the step, and b2 is the
             fraction of m that carries over to the next step.
-        weight_decay: Coefficient of weight decay, which each step multiplies by lr, or by
-            lr / max_lr if decouple_lr=True.
+        weight_decay: Coefficient of weight decay. Each step multiplies weight_decay by lr,
+            or by lr / max_lr if decouple_lr=True.
         mars: A factor that turns on MARS. MARS replaces g by g + mars * b1 / (1 - b1) * (g
-            - g_prev), where g_prev is the gradient of the previous step, and divides the
-            result by its norm if that norm is above 1. The paper uses mars=0.025 and two
+            - g_prev), where g_prev is the gradient of the previous step. If the result has
+            a norm above 1, MARS scales it to a norm of 1. The paper uses mars=0.025 and two
             equal betas. MARS also stores g_prev. None turns MARS off.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.

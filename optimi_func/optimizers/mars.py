@@ -12,18 +12,18 @@ from optimi_func.state.convert import Group
 
 
 def refuse_mars(group: Group) -> Group:
-    """Return no options for torch; raise if a group uses MARS, which torch lacks."""
+    """Return no options for torch, or raise an error if a group uses MARS."""
     if group["mars"] is not None:
         raise ValueError(f"torch.optim cannot go on with mars={group['mars']!r}")
     return {}
 
 
 class Corrected(Body):
-    """Base class of optimizers with the option `mars`, which corrects each gradient.
+    """Base class of optimizers with the `mars` option, which corrects each gradient.
 
-    The methods `directed` and `accumulated` are for gradients that are not corrected. With
-    the option, the optimizer has a `measure` method, stores prev_grad in its state, and has
-    no `accumulate` method.
+    The methods `directed` and `accumulated` of a subclass do not correct gradients. If
+    `mars` is set, the optimizer has a `measure` method, stores prev_grad in its state, and
+    has no `accumulate` method.
     """
 
     directed: ClassVar[Callable[..., tuple[Tensor, Any]]]
@@ -36,7 +36,7 @@ class Corrected(Body):
 
     @property
     def direction(self) -> Callable[..., Any]:
-        """The direction, which takes `length` from `measure` if gradients are corrected."""
+        """The direction method, which takes `length` only if gradients are corrected."""
         return self.directed if self.mars is None else self.of_corrected
 
     @property

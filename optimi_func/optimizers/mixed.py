@@ -31,7 +31,7 @@ from optimi_func.transforms.partition import (
 
 
 def rule_name(value: FunctionalOptimizer) -> str:
-    """Return the name of a rule in param groups, which is the name of its factory."""
+    """Return the name of a rule in param groups: the name of its factory."""
     return type(value).__name__
 
 
@@ -48,7 +48,7 @@ class Named:
 
 
 class Part(NamedTuple):
-    """Parameters of an added group that share an optimizer, and their other options."""
+    """Parameters of an added group, with the optimizer and the options that they share."""
 
     value: FunctionalOptimizer
     options: Group
@@ -56,27 +56,27 @@ class Part(NamedTuple):
 
 
 class Chooser(Protocol):
-    """The choice of parts for groups that are added after the constructor."""
+    """The choice of parts for groups that are added after construction."""
 
     def names(self, params: list[Tensor]) -> list[str | None]:
-        """Return the names of parameters, or None."""
+        """Return the name of each parameter, or None for a parameter without a name."""
         ...
 
     def parts(self, pairs: list[tuple[str, Tensor]], rule: str | None) -> list[Part]:
-        """Return the parts of named parameters; `rule` is the rule that the group names."""
+        """Return the parts for named parameters. `rule` is the group's rule or None."""
         ...
 
 
 class Mixed(Evaluated):
-    """Several rules in one optimizer: the name of a parameter selects its rule.
+    """Several rules in one optimizer: each parameter's name selects its rule.
 
-    Each param group that you pass is divided into smaller groups, one for each part that
-    selects some of the group's parameters, in the order of the parts. Each smaller group
-    stores the name of its rule under "rule", and the rule's hyperparameters under torch's
-    names. Hyperparameters in the group that you passed override the hyperparameters of the
-    part. Schedulers, trainers, checkpoints, gradient release and storage modes treat a
-    Mixed as one optimizer. `train()` and `eval()` act on the parts that support them, such
-    as schedule_free_adamw.
+    Each param group that you pass is divided into smaller groups: one for each part that
+    selects at least one of the group's parameters. The smaller groups have the same order
+    as the parts. Each smaller group stores the name of its rule under "rule", and the
+    rule's hyperparameters under torch's names. If the group that you pass contains
+    hyperparameters, they override those of the part. Schedulers, trainers, checkpoints,
+    gradient release and storage modes treat a Mixed as one optimizer. `train()` and
+    `eval()` act on the parts that support them, such as schedule_free_adamw.
 
     The dict `defaults` contains neither momentum nor betas, because not all groups have
     these hyperparameters. Therefore pass cycle_momentum=False to OneCycleLR.
@@ -84,20 +84,22 @@ class Mixed(Evaluated):
     Args:
         params: Named parameters, for example model.named_parameters(), or param groups of
             named parameters.
-        *parts: Pairs, each of which contains a pattern or predicate and an optimizer such
-            as adamw(lr=...). A pattern (`fnmatch`) is compared with the parameter's name. A
-            predicate receives the name and the parameter. Each parameter is updated by the
-            first part that selects it.
+        *parts: Pairs of a selector and an optimizer, for example ("*.bias",
+            adamw(lr=1e-3)). The selector is a pattern or a predicate. A pattern (`fnmatch`)
+            is compared with the parameter's name. A predicate receives the name and the
+            parameter. Each parameter is updated by the first part that selects it.
         rest: The optimizer for all parameters that no part selects. None means that every
             parameter has to be selected by a part.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     Raises:
-        TypeError: A part is not a pair of this kind, or its lr or weight_decay is a
-            schedule of the pure API. Use a scheduler of torch instead of such a schedule.
-        ValueError: Parameters have no names, a part selects no parameter that earlier parts
-            have left, or a parameter is selected by no part and there is no `rest`.
+        TypeError: A part is not a pair of a selector and an optimizer, or its lr or
+            weight_decay is a schedule of the pure API. Use a torch scheduler instead of
+            such a schedule.
+        ValueError: Parameters have no names. A part selects no parameters, or only
+            parameters that earlier parts select. No part selects a parameter, and `rest` is
+            None.
 
     >>> from optimi_func import adamw, lion
     >>> from torch import nn
@@ -142,15 +144,15 @@ class Mixed(Evaluated):
         )
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a param group, whose parameters are divided among the parts.
+        """Add a param group, and divide its parameters among the parts.
 
-        A group may name its rule, as in {"params": ..., "rule": "adamw"}. The group then
-        gets the hyperparameters of the first part with this rule. If such a group is added
-        after the optimizer was constructed, its parameters need no names.
+        A group can set its rule, as in {"params": ..., "rule": "adamw"}. The group then
+        gets the hyperparameters of the first part with this rule. If you add a group with a
+        rule to an existing optimizer, the group's parameters need no names.
 
         Raises:
-            TypeError, ValueError: The same errors as from the constructor, but it is not an
-                error if a part selects nothing. No group is added if an error is raised.
+            TypeError, ValueError: The same errors as in the constructor, except that a part
+                may select nothing. If an error is raised, no group is added.
         """
         left_out = ("params", "param_names", "rule")
         given = {k: x for k, x in param_group.items() if k not in left_out}
@@ -183,7 +185,7 @@ class Mixed(Evaluated):
             raise
 
     def _named(self, group: Group) -> list[tuple[str, Tensor]]:
-        """Return the parameters of a group that is added, with names."""
+        """Return the parameters of an added group, with their names."""
         source = group["params"]
         params: list[Any] = [source] if isinstance(source, Tensor) else list(source)
         group["params"] = params  # an iterator gives them once
@@ -228,14 +230,14 @@ class Mixed(Evaluated):
         return [Part(value, {}, some) for value, some in found if some]
 
     def describe(self) -> str:
-        """Return `BaseOptimizer.describe()`, and the rule and shape of each parameter."""
+        """Return `BaseOptimizer.describe()`, and each parameter's rule and shape."""
         return f"{super().describe()}\n\n{listed(self.named_groups())}"
 
     def torch_state_dict(self) -> StateDict:
-        """Return a dict that contains a torch.optim state dict under the name of each rule.
+        """Return a dict from the name of each rule to a torch.optim state dict.
 
         Raises:
-            ValueError: A rule or an option that torch.optim does not have.
+            ValueError: A rule or an option does not exist in torch.optim.
         """
         whole = self.decoded_state_dict()
         dicts: dict[str, StateDict] = {}
@@ -249,7 +251,7 @@ class Mixed(Evaluated):
     def _find(self, state_dict: StateDict, strict: bool, match: str) -> Match:
         """Match a state dict, rule by rule.
 
-        The state dict is one of this class, or a dict with torch's state dict for each
+        The state dict is either from this class, or a dict with a torch state dict for each
         rule. If strict is False, a parameter whose rule has changed gets no entry.
         """
         rules = list(dict.fromkeys(map(rule_name, self._values)))
@@ -296,7 +298,7 @@ class Mixed(Evaluated):
         return Match(groups, entries, others, LoadReport(missing, unexpected))
 
     def functional(self) -> tuple[Partition, PartitionState]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return a pure optimizer and its state: a `partition` with a part for each group.
+        """Return a `partition` with a part for each param group, and its state.
 
         The state is for the tree {name: parameter}: see `BaseOptimizer.functional`.
 
@@ -330,8 +332,8 @@ class Mixed(Evaluated):
             params: New values of the parameters, by name.
 
         Raises:
-            ValueError: The state contains a name that no parameter has, or shapes or fields
-                that do not fit. In this case nothing is loaded.
+            ValueError: The state contains a name that no parameter has, or its shapes or
+                fields do not fit. If an error is raised, nothing is loaded.
         """
         self.check_train_mode("load_functional()")
         entries: dict[Tensor, Entry] = {}
@@ -347,7 +349,7 @@ class Mixed(Evaluated):
 
 
 def _check_rules(groups: list[Group], state_dict: StateDict) -> None:
-    """Raise if a parameter has a different rule in the state dict."""
+    """Raise an error if a parameter has a different rule in the state dict."""
     saved = {
         name: group["rule"]
         for group in state_dict["param_groups"]
@@ -372,18 +374,18 @@ def _checked_value(value: object) -> FunctionalOptimizer:
 
 
 def _numbers_of(value: FunctionalOptimizer) -> Group:
-    """Return the keyword arguments of the call that creates a pure optimizer."""
+    """Return the keyword arguments with which a pure optimizer was created."""
     return {name: getattr(value, name) for name in keywords_of(type(value))}
 
 
 @lru_cache(64)
 def keywords_of(factory: type[FunctionalOptimizer]) -> tuple[str, ...]:
-    """Return the names of the options of an optimizer's factory."""
+    """Return the names of the options that an optimizer's factory accepts."""
     return tuple(inspect.signature(factory).parameters)
 
 
 def _of_rule(state_dict: StateDict, rule: str) -> StateDict:
-    """Return the part of a state dict that belongs to the groups of one rule."""
+    """Return the part of a state dict for the groups with this rule."""
     groups = [group for group in state_dict["param_groups"] if group["rule"] == rule]
     every = {i for group in state_dict["param_groups"] for i in group["params"]}
     ids = {i for group in groups for i in group["params"]}

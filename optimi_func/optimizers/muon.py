@@ -69,7 +69,7 @@ __all__ = ["Muon", "muon", "muon_init", "muon_step"]
 
 
 def as_table(coefficients: object, steps: object) -> tuple[Triple, ...]:
-    """Check the coefficients, and return those of each step of the iteration."""
+    """Check the coefficients, and return three of them for each step of the iteration."""
     if steps is not None and (type(steps) is not int or not 0 < steps < 100):
         raise ValueError(
             f"Invalid ns_steps: ns_steps={steps!r}: allowed are integers from 1 to 99, and "
@@ -117,7 +117,7 @@ def as_dtype(x: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def torchs_options(group: Group) -> Group:
-    """Return a group's options for torch.optim.Muon; raise if torch lacks one of them."""
+    """Return a group's options for torch.optim.Muon, or raise if torch lacks one."""
     table = as_table(group["ns_coefficients"], group["ns_steps"])
     refused = {
         "ns_coefficients": len(set(table)) > 1,
@@ -135,7 +135,7 @@ def torchs_options(group: Group) -> Group:
 
 
 class Muon(Body, name="muon"):
-    """Muon: step along the momentum after replacing its singular values by about 1.
+    """Muon: step along the momentum after setting its singular values to about 1.
 
         b <- momentum * b + (1 - momentum) * g
         N  = (1 - momentum) * g + momentum * b      with Nesterov, else b
@@ -146,57 +146,57 @@ class Muon(Body, name="muon"):
     Muon is made for the matrices of a network's hidden layers. `MuonAdamW` and `Mixed`
     combine Muon with a different optimizer for embeddings, output layers and vectors. A
     parameter with three dimensions is treated as a stack of matrices. A parameter with four
-    or more dimensions is flattened into one matrix. For a convolution, the rows of this
-    matrix are the outputs. The steps are the same as in torch.optim.Muon, but adjust_lr_fn
-    has a different default.
+    or more dimensions is flattened into one matrix. For a convolution, the rows of the
+    flattened matrix are the outputs. The steps are the same as in torch.optim.Muon, but
+    adjust_lr_fn has a different default.
 
     Args:
         params: Parameters with at least two dimensions, named parameters, or param groups.
-        weight_decay: Coefficient of weight decay, which each step multiplies by lr but not
-            by s, or by lr / max_lr if decouple_lr=True.
+        weight_decay: Coefficient of weight decay. Each step multiplies weight_decay by lr,
+            or by lr / max_lr if decouple_lr=True. The scale s has no effect on weight
+            decay.
         momentum: Fraction of b that carries over from one step to the next, in [0, 1).
         nesterov: Use Nesterov momentum, which gives the current gradient more weight in N.
         ns_coefficients: The coefficients a, b and c of the iteration: three numbers for all
             steps of the iteration, or a list with three numbers for each step. The names
             "standard", "quintic" and "polar_express" select lists for five steps, and
-            "deepseek" selects a list for ten steps. For singular values of at least 0.01,
-            the iteration returns values from 0.68 to 1.13 with "standard", from 0.98 to
-            1.03 with "quintic", from 0.86 to 1.14 with "polar_express", and 1 with
-            "deepseek".
+            "deepseek" selects a list for ten steps. The iteration maps singular values of
+            at least 0.01 to these ranges: 0.68 to 1.13 with "standard", 0.98 to 1.03 with
+            "quintic", and 0.86 to 1.14 with "polar_express". With "deepseek", the iteration
+            maps these singular values to 1.
         eps: Lower bound of the norm by which N is divided.
-        ns_steps: Number of steps of the iteration, if all steps use the same a, b and c.
-            None means 5 steps, or the number of steps for which ns_coefficients contains
-            numbers.
-        adjust_lr_fn: The choice of the scale s of an m x n matrix. With "match_rms_adamw",
-            s is 0.2 sqrt(max(m, n)), so that you can use AdamW's lr and weight decay. With
-            "original" or None, which is torch's default, s is sqrt(max(1, m / n)). With
+        ns_steps: Number of steps of the iteration, if all steps use the same coefficients.
+            None means 5 steps, or as many steps as ns_coefficients lists.
+        adjust_lr_fn: Selects the scale s for an m x n matrix. With "match_rms_adamw", s is
+            0.2 sqrt(max(m, n)), so that you can use AdamW's lr and weight decay. With
+            "original" or None (torch's default), s is sqrt(max(1, m / n)). With
             "rms_to_rms", which torch 2.15 calls "spectral_unclamped", s is sqrt(m / n).
-            With "nuclear" (PolarGrad), s is the sum of the elements of N * X, which is
-            about the nuclear norm of N, so that steps shrink when gradients do.
-        ns_dtype: Dtype in which the iteration is computed. None selects bfloat16, except
-            that it selects float32 on a CPU without AVX512_BF16, and float64 for float64
-            parameters. `describe()` prints the dtype. If you differentiate through a step,
+            With "nuclear" (PolarGrad), s is the sum of the elements of N * X. This sum is
+            about the nuclear norm of N, so steps shrink when gradients do.
+        ns_dtype: Dtype in which the iteration is computed. None selects float64 for float64
+            parameters, float32 on a CPU without AVX512_BF16, and bfloat16 in all other
+            cases. `describe()` prints the dtype. If you differentiate through a step,
             the iteration is computed in float32 or wider.
         split: The parts of a parameter that are separate matrices, for example query, key
             and value. A number divides the rows into this many equal parts, and a list
             contains the number of rows of each part. {"rows": 3} means the same as 3.
             {"columns": 12} divides the columns, for example into the 12 heads of an output
-            projection. {"rows": 3, "repeats": 12} is for parameters whose rows alternate
-            between 3 parts 12 times, like the query, key and value of each head in
-            GPT-NeoX. Each of these 3 matrices consists of its rows from all 12 repeats.
+            projection. {"rows": 3, "repeats": 12} is for parameters in which a sequence of
+            3 parts repeats 12 times, such as query, key and value for each of 12 heads in
+            GPT-NeoX. Each of the 3 matrices then consists of its rows from all 12 repeats.
         transposed: Pass True if the parameters are stored as (inputs, outputs), as in
-            transformers' Conv1D. Muon then orthogonalizes the transposed matrices, so that
-            rows are outputs in the formula for s, in split and in all other options.
-        element_beta: A number in [0, 1) turns on AdaMuon, in which X is computed from the
-            signs of N, and v is a moving average of X^2. The step is X / sqrt(v), scaled to
-            the norm of an orthogonal matrix. element_beta is the fraction of v that carries
+            transformers' Conv1D. Muon then orthogonalizes the transposed matrices. In the
+            formula for s, in split and in all other options, rows are therefore outputs.
+        element_beta: A number in [0, 1) turns on AdaMuon. AdaMuon computes X from the signs
+            of N, and v is a moving average of X^2. The step is X / sqrt(v), scaled to the
+            norm of an orthogonal matrix. element_beta is the fraction of v that carries
             over from one step to the next. v is stored in float32 or wider. None turns
             AdaMuon off.
         hyperball: Keep the norm R of each matrix constant: each step moves the matrix by lr
             * R along X, and then scales the matrix back to the norm R. With hyperball=True,
             lr is a fraction of R, s has no effect, and weight_decay has to be 0. A matrix
-            of zeros does not change. 16-bit parameters need Kahan summation, because R
-            drifts without Kahan summation.
+            of zeros does not change. 16-bit parameters need Kahan summation, because
+            otherwise R drifts.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
@@ -272,7 +272,7 @@ class Muon(Body, name="muon"):
 
     @property
     def layout_of_squares(self) -> Layout:
-        """Return the parts of the average of squares that belong to these matrices."""
+        """Return the layout of the averages of squares, one for each matrix."""
         return self.layout
 
     def check(self) -> None:
@@ -294,14 +294,14 @@ class Muon(Body, name="muon"):
 
     @property
     def whole(self) -> Callable[..., Any]:
-        """The map of a whole tensor, which takes the parameter if it keeps its norm."""
+        """The method that maps whole tensors, with the parameter if hyperball=True."""
         return self.on_sphere if self.hyperball else self.mapped
 
     def mapped(self, d: Tensor, s: Any) -> Any:
         return self.on_sphere(d, s, None, 0.0)
 
     def on_sphere(self, d: Tensor, s: Any, x: Tensor | None, lr: Scalar) -> Any:
-        """Return the direction, and the state if it has averages of squares."""
+        """Return the direction, and also the state if it contains averages of squares."""
         squares = self.layout_of_squares.matrices(s[1]) if len(s) > 1 else repeat(None)
         points = repeat(None) if x is None else self.matrices(x)
         moves: list[Tensor] = []
@@ -317,7 +317,7 @@ class Muon(Body, name="muon"):
         return move, s._replace(second_momentum_buffer=squares)
 
     def scaled(self, y: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the update of N, and the new average of squares if there is one."""
+        """Return the update for N, and the new average of squares if there is one."""
         if v is None and self.adjust_lr_fn != NUCLEAR:
             return self.orthogonalized(y, self.scale(y)), v
         o = self.orthogonalized(y if v is None else y.sign())
@@ -356,7 +356,7 @@ class Muon(Body, name="muon"):
         return (x.mT if m > n else x).to(wide).reshape(shape)
 
     def scale(self, x: Tensor, o: Tensor | None = None) -> Any:
-        """Return s, given the orthogonal matrix if s depends on it."""
+        """Return the scale s. `o` is the orthogonal matrix, which only "nuclear" needs."""
         if self.adjust_lr_fn == NUCLEAR and o is not None:
             return (x * o).sum((-2, -1), keepdim=True)
         m, n = x.shape[-2:]
@@ -372,7 +372,7 @@ class Muon(Body, name="muon"):
 
 
 def check_options(given: Muon) -> None:
-    """Raise for unknown options, and for options that exclude each other."""
+    """Raise an error for unknown options, and for options that exclude each other."""
     if given.adjust_lr_fn not in (None, NUCLEAR, *SCALES):
         raise ValueError(
             f"Invalid adjust_lr_fn: adjust_lr_fn={given.adjust_lr_fn!r}: allowed are "
@@ -389,8 +389,8 @@ def moved_by(x: Tensor, table: tuple[Triple, ...]) -> tuple[float, Tensor]:
     """Return q and Q such that several steps of the iteration turn x into (q + Q) x.
 
     q and Q are computed from powers of x's Gram matrix, which is small (Zhang et al. 2026).
-    The rounding errors of these powers grow by a^2 in each step. q is not added to Q,
-    because Q would lose digits to the large q.
+    The rounding errors of these powers grow by a factor of a^2 in each step. q is not added
+    to Q, because Q would lose digits to the large q.
     """
     gram = symmetric(x, x.mT)
     (q, b, c), *rest = table
@@ -405,7 +405,7 @@ def moved_by(x: Tensor, table: tuple[Triple, ...]) -> tuple[float, Tensor]:
 
 
 def on_sphere(u: Tensor, w: Tensor, lr: Scalar) -> Tensor:
-    """Return the direction that moves w by lr R along u and then back to its norm R.
+    """Return the direction that moves w by lr R along u and then scales w back to norm R.
 
     The direction is (w - R y / ||y||) / lr with y = w - lr R u / ||u||, but it is computed
     without dividing by lr.

@@ -1,6 +1,7 @@
 """`MuonAdamW`: Muon for a model's hidden matrices, AdamW for all other parameters.
 
-`hidden_matrices` selects the hidden matrices, also for `Mixed` and `partition`.
+`hidden_matrices` selects the hidden matrices. You can also use it with `Mixed` and
+`partition`.
 """
 
 import logging
@@ -81,41 +82,42 @@ def MuonAdamW(  # noqa: D417
 ) -> Mixed:
     """Return a `Mixed` with Muon for hidden matrices and AdamW for all other parameters.
 
-    The logger "optimi_func" prints, at level INFO, one line for each kind of parameter, and
+    At level INFO, the logger "optimi_func" prints one line for each kind of parameter.
     `describe()` lists every parameter with its rule. To use MuonAdamW with transformers,
     pass optimizer_cls_and_kwargs=(lambda: MuonAdamW, {"lr": 1e-3}) to the Trainer.
 
     If n processes hold shards or copies of a matrix, one of these processes orthogonalizes
-    the matrix, and the matrices are assigned so that all processes have about the same
-    amount of work. If the matrices are sharded, the processes exchange shards in two calls
-    of `all_to_all_single` per step, in which each process receives 2 (n - 1) / n^2 of all
-    elements. If every process has a copy (Replicate, or plain tensors with
-    `process_group`), there is one `all_gather` per step, in which each process receives (n
-    - 1) / n of all elements. A stack of matrices needs no communication if the shards
-    contain complete matrices. If every process has a copy of a stack, the matrices of the
-    stack are divided among the processes. A parameter that is offloaded, or sharded along
-    two dimensions of a mesh, is gathered by every process. Before a step writes anything,
-    each process sends 8 bytes, so that the processes can check that they all take the same
-    step.
+    the matrix. The matrices are assigned so that all processes have about the same amount
+    of work. If the matrices are sharded, the processes exchange shards in two calls of
+    `all_to_all_single` per step. In the two calls together, each process receives 2 (n - 1)
+    / n^2 of all elements. If every process has a copy of each matrix (Replicate, or plain
+    tensors with `process_group`), there is one `all_gather` per step. In this `all_gather`,
+    each process receives (n - 1) / n of all elements. A stack of matrices needs no
+    communication if the shards contain complete matrices. If every process has a copy of a
+    stack, the matrices of the stack are divided among the processes. Every process gathers
+    the parameters that are offloaded or sharded along two dimensions of a mesh. Before a
+    step changes any tensor, each process sends 8 bytes, so that the processes can check
+    that they all take the same step.
 
     Args:
         model: The model whose parameters are optimized. Parameters that do not require a
-            gradient are not updated until they receive one.
+            gradient are updated only once they receive a gradient.
         lr: Learning rate of Muon, and of AdamW unless you pass adamw_lr. If adjust_lr_fn is
             not the default, Muon and AdamW need different learning rates.
-        weight_decay: Coefficient of weight decay for hidden matrices, and for other weights
-            with at least two dimensions that are not embeddings, such as an output layer
-            that is not tied to an embedding.
+        weight_decay: Coefficient of weight decay for hidden matrices, and for all other
+            weights with at least two dimensions except embeddings. An output layer decays
+            unless it is tied to an embedding.
         adamw_lr: Learning rate of the parameters that AdamW updates. None means lr.
         adamw_weight_decay: Coefficient of weight decay for all parameters that AdamW
-            updates, as in torch. With None, AdamW uses weight_decay, and embeddings, norms,
-            biases and other parameters without "weight" in their name do not decay.
-        lr_multipliers: Factors on lr or adamw_lr for some of the parameters. The keys are
-            names of parameters or patterns (`fnmatch`), and the first key that matches is
-            used. Parameters with the same factor share param groups.
+            updates, as in torch. With None, the coefficient for AdamW is weight_decay. In
+            this case, embeddings, norms, biases and other parameters without "weight" in
+            their name do not decay.
+        lr_multipliers: Factors on lr or adamw_lr for some of the parameters. Each key is a
+            parameter's name or a pattern (`fnmatch`). If several keys match a parameter,
+            the first one is used. Parameters with the same factor share param groups.
         overrides: Other hyperparameters by name or pattern, for example {"*.bias":
-            {"betas": (0.9, 0.95)}}. The inner dict contains options of Muon or AdamW,
-            depending on which of the two updates the parameter: see `param_groups_by_name`.
+            {"betas": (0.9, 0.95)}}. The inner dict contains options of the optimizer that
+            updates the parameter, Muon or AdamW: see `param_groups_by_name`.
         exclude: Names or patterns of parameters that AdamW updates instead of Muon: see
             `hidden_matrices`.
         include: Names or patterns of parameters that Muon updates instead of AdamW.
@@ -123,8 +125,8 @@ def MuonAdamW(  # noqa: D417
             `hidden_matrices`, which recognizes transformers' Conv1D without this option.
         hidden: The result of `hidden_matrices` for the whole model. Pass this argument if
             `model` is only a part of the whole model, such as a pipeline stage. The whole
-            model may be on the meta device. With `hidden`, patterns may also select
-            parameters of the other parts.
+            model may be on the meta device. If you pass `hidden`, patterns may also match
+            parameters of the whole model that are not in `model`.
         momentum: See `Muon`. The momentum can also be a schedule, such as
             schedules.linear(0.85, 0.95, 300).
         nesterov: See `Muon`.
@@ -133,31 +135,30 @@ def MuonAdamW(  # noqa: D417
         adjust_lr_fn: See `Muon`.
         ns_dtype: See `Muon`.
         split: See `Muon`. Pass a dict whose keys are names or patterns, for example
-            {"*.qkv.weight": 3, "*.o_proj.weight": {"columns": 12}}. Rows are the outputs of
-            a layer. For a layer that stores its weight as (inputs, outputs), like the
-            layers of GPT-2, write {"rows": 3} instead of 3, because the outputs are columns
-            of the stored tensor.
+            {"*.qkv.weight": 3, "*.o_proj.weight": {"columns": 12}}. In `split`, rows are
+            the outputs of a layer. If a layer stores its weight as (inputs, outputs), as in
+            GPT-2, write {"rows": 3} instead of 3. In such a layer, the outputs are the
+            columns of the stored tensor.
         element_beta: See `Muon`. A number turns on AdaMuon.
         hyperball: See `Muon`. With hyperball=True, hidden matrices do not decay, and lr is
             a fraction of their norms, so pass a separate adamw_lr for AdamW.
         betas: See `AdamW`.
         eps: See `AdamW`.
         row_beta: See `NorMuon`. If you pass a row_beta, NorMuon is used instead of Muon.
-        max_lr: The largest value of lr in its schedule. Where adamw_lr or lr_multipliers
-            change the learning rate by a factor, max_lr is changed by the same factor.
+        max_lr: The largest value of lr in its schedule. If adamw_lr or lr_multipliers scale
+            the learning rate, max_lr is scaled by the same factor.
 
-    `add_param_group` chooses between Muon and AdamW in the same way for parameters that
-    have been added to the model since the optimizer was created. Parameters that are not in
-    the model, for example those of a separate head module, are updated by AdamW. A group
-    can also name its rule, as in {"params": ..., "rule": "muon"}. The parameters of such a
-    group need no names. A copy of the optimizer (deepcopy, pickle) has no reference to the
-    model.
+    If parameters are added to the model later, `add_param_group` chooses between Muon and
+    AdamW in the same way as the constructor. Parameters outside the model, such as those of
+    a separate head module, are updated by AdamW. A group can also set its rule, as in
+    {"params": ..., "rule": "muon"}. In a group with a rule, the parameters need no names. A
+    copy of the optimizer (made by deepcopy or pickle) has no reference to the model.
 
     All other arguments are shared by all optimizers: see `BaseOptimizer`. Muon does not
     accept cautious=True.
 
-    If no hidden matrix is trainable, for example while only the head is finetuned, AdamW
-    updates all parameters, and the logger prints a warning.
+    If no hidden matrix is trainable, as when you finetune only the head, AdamW updates all
+    parameters and the logger prints a warning.
 
     Raises:
         TypeError: model is missing, or is not a module.
@@ -242,7 +243,8 @@ def _kinds(
 ) -> "list[tuple[_Kind, list[str]]]":
     """Return each part's kind and the names of its parameters.
 
-    The kinds are 0 for Muon, 1 for AdamW with weight decay, and 2 for AdamW without it.
+    The kinds are 0 for Muon, 1 for AdamW with weight decay, and 2 for AdamW without weight
+    decay.
     """
     params = dict(model.named_parameters())
     every = [*params, *elsewhere]
@@ -263,7 +265,7 @@ def _kinds(
 
 
 def _checked_split(name: str, split: Any, transposed: bool) -> Any:
-    """Return the split of a matrix, which has to name a side if rows are not outputs.
+    """Return the split, which has to name rows or columns if the matrix is transposed.
 
     In GPT-2, query, key and value are columns of the stored tensor, but rows of the matrix
     that Muon orthogonalizes. A number alone could mean columns or rows.
@@ -295,7 +297,7 @@ def _made(
     transposed: bool,
     factor: float,
 ) -> FunctionalOptimizer:
-    """Return the optimizer of a part, whose lr is its rule's lr times a factor."""
+    """Return a part's optimizer, with the lr of its rule multiplied by a factor."""
     check_number("multiplier of lr", "lr_multipliers", factor)
     scale = factor if rate is lr or not lr else factor * rate / lr
     most = max_lr if max_lr is None or scale == 1 else max_lr * scale
@@ -305,10 +307,10 @@ def _made(
 
 
 class LateChooser:
-    """The kinds of the parameters in groups that are added to a MuonAdamW later.
+    """The kinds of parameters that are added to an existing MuonAdamW.
 
-    Parameters of the model get the kind that a new MuonAdamW of the model would give them.
-    All other parameters are updated by AdamW, because their layers are not known.
+    Parameters of the model get the same kinds as in a new MuonAdamW for the model. All
+    other parameters are updated by AdamW, because their layers are not known.
     """
 
     def __init__(
@@ -328,7 +330,7 @@ class LateChooser:
         self._all_decay = all_decay
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes without the model, to which a copy does not belong."""
+        """Return the attributes without the model, because copies do not refer to it."""
         return {**self.__dict__, "_model": None}
 
     def _paths(self) -> dict[int, str]:
@@ -336,12 +338,12 @@ class LateChooser:
         return {} if model is None else {id(p): n for n, p in model.named_parameters()}
 
     def names(self, params: list[Tensor]) -> list[str | None]:
-        """Return the names that parameters have in the model, or None."""
+        """Return the name of each parameter in the model, or None for other parameters."""
         paths = self._paths()
         return [paths.get(id(p)) for p in params]
 
     def parts(self, pairs: list[tuple[str, Tensor]], rule: str | None) -> list[Part]:
-        """Return the parts of named parameters; `rule` is the rule that the group names."""
+        """Return the parts for named parameters. `rule` is the group's rule or None."""
         matrices = self._made(*self._rules[0], *_Kind(0, None, False, 1.0))
         rules = [rule_name(matrices), "adamw"]
         if rule not in (None, *rules):
@@ -375,7 +377,7 @@ class LateChooser:
         return next((x for k, x in patterns.items() if fnmatchcase(plain, k)), usual)
 
     def _kinds(self, pairs: list[tuple[str, Tensor]]) -> dict[str, str]:
-        """Return the kinds of the parameters that are in the model now, by given name."""
+        """Return the kind of each parameter that is now in the model, by given name."""
         paths = self._paths()
         inside = [(name, path) for name, p in pairs if (path := paths.get(id(p)))]
         model = None if self._model is None else self._model()
@@ -415,7 +417,7 @@ def NorMuonAdamW(  # noqa: D417
 
 
 class HiddenMatrices:
-    """The predicate that `hidden_matrices` returns. `str` shows one line for each kind."""
+    """The predicate that `hidden_matrices` returns. `str` gives one line for each kind."""
 
     __name__ = "hidden_matrices"
 
@@ -424,12 +426,12 @@ class HiddenMatrices:
         self.kind_of = {name: kind for kind, names in kinds.items() for name in names}
 
     def __call__(self, path: str, p: Tensor) -> bool:
-        """Return True if the parameter of this name is a hidden matrix."""
+        """Return True if the parameter with this name is a hidden matrix."""
         del p
         return self.kind(path) in MATRICES
 
     def kind(self, path: str) -> str:
-        """Return the kind of the parameter of this name."""
+        """Return the kind of the parameter with this name."""
         plain = without_wrappers(path)
         for name in (path, plain, plain.removeprefix("module.")):
             if name in self.kind_of:
@@ -437,7 +439,7 @@ class HiddenMatrices:
         raise ValueError(f"hidden_matrices: the model has no parameter {path!r}")
 
     def __str__(self) -> str:
-        """Return a line for each kind of parameter, with repeated layers once."""
+        """Return one line for each kind of parameter, with repeated layers listed once."""
         lines: list[str] = []
         for kind, names in self.kinds.items():
             alike = grouped(names, lambda name: re.sub(r"\d+", "*", name))
@@ -459,23 +461,31 @@ def hidden_matrices(
     (parameters with three dimensions, like the weights of experts), and matrices of
     experts. The predicate does not select embeddings, weights that are tied to an
     embedding, output layers, routers, gates, matrices with a single row or column, or
-    weights of 1-d convolutions. It also does not select other parameters without "weight"
-    in their name, such as class tokens and positions.
+    weights of 1-d convolutions. Other parameters without "weight" in their name, such as
+    class tokens and positions, are not selected either.
 
-    A layer is an output layer if the model declares it as an output layer
-    (get_output_embeddings in transformers, get_classifier in timm), if it has a typical
-    name (lm_head, mtp_heads, unembed, logits, classifier, policy, actor, ...), if it is the
-    last layer of a head with several layers, or if it is an nn.Linear with the shape of the
-    largest embedding. If no layer meets any of these conditions, the last nn.Linear is the
-    output layer, unless it is inside a repeated block, as in a pipeline stage or a
-    backbone. A layer is a router if its name contains "router". A layer named "gate" or
-    "gating" is a gate only if no weight next to it has the same shape, so the gate of a
-    gated MLP is selected. `print(hidden_matrices(model))` shows which parameters are
+    A layer is an output layer if it meets one of these conditions:
+
+    - The model declares the layer as an output layer (get_output_embeddings in
+      transformers, get_classifier in timm).
+    - The layer has a typical name (lm_head, mtp_heads, unembed, logits, classifier,
+      policy, actor, ...).
+    - The layer is the last one in a head with several layers.
+    - The layer is an nn.Linear with the shape of the largest embedding.
+
+    If no layer meets any of these conditions, the last nn.Linear is the output layer,
+    unless it is inside a repeated block. In a pipeline stage or a backbone, the last
+    nn.Linear is usually inside a repeated block.
+
+    A layer is a router if its name contains "router". A layer named "gate" or "gating"
+    counts as a gate only if no weight next to it has the same shape. The gate of a gated
+    MLP is therefore selected. `print(hidden_matrices(model))` shows which parameters are
     selected.
 
-    Muon orthogonalizes parameters with three dimensions matrix by matrix. Parameters with
-    more dimensions, such as the weights of convolutions, are flattened into one matrix.
-    However, weights of experts with more than three dimensions raise an error.
+    Muon treats a parameter with three dimensions as a stack of matrices, and orthogonalizes
+    each matrix separately. Parameters with more dimensions, such as the weights of
+    convolutions, are flattened into one matrix. However, expert weights with more than
+    three dimensions raise an error.
 
     Some layers store their weight as (inputs, outputs): Conv1D in transformers' GPT-2,
     experts in transformers with the attribute `is_transposed`, and nn.ConvTranspose2d and
@@ -493,10 +503,10 @@ def hidden_matrices(
             outputs). The layers listed above are recognized without this option.
 
     Raises:
-        ValueError: A name or pattern matches no parameter, `transposed` matches a parameter
-            that is not selected, or the weights of experts have four or more dimensions,
-            such as (layers, experts, rows, columns), and neither `include` nor `exclude`
-            matches them.
+        ValueError: A name or pattern matches no parameter, or `transposed` matches a
+            parameter that is not selected. Expert weights have four or more dimensions,
+            such as (layers, experts, rows, columns), and match neither `include` nor
+            `exclude`.
 
     >>> layers = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5)
     >>> model = nn.Sequential(*layers)

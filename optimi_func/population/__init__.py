@@ -1,17 +1,17 @@
 """Populations: many models trained at once, each with its own hyperparameters.
 
-A `Population` is a pytree of parameters, optimizer states, hyperparameters and buffers.
-Every leaf has the members along its first axis. One vmapped step updates all members, and
-torch.compile makes one graph of it. Between steps, population-based training indexes the
-members: `select`, `clone`.
+A `Population` is a pytree of parameters, optimizer states, hyperparameters and buffers. In
+each leaf, the first axis indexes the members. One vmapped step updates all members, and
+torch.compile compiles this step into one graph. Between steps, population-based training
+selects and copies members with `select` and `clone`.
 
     members = init(adamw, model, {"lr": lrs, "weight_decay": 1e-2}, n=64)
     losses, grads = loss_and_grad(loss_fn, members, x, y)
     members = step(adamw, members, grads)
 
-Members with hyperparameters of their own call an optimizer's factory (`adamw`, not
-`adamw(lr=...)`) with them. Options that are no numbers are the same for all members:
-`functools.partial(adamw, amsgrad=True)`.
+If the members have different hyperparameters, pass a factory (`adamw`, not
+`adamw(lr=...)`), which is called with the hyperparameters of each member. Options that are
+not numbers are the same for all members: `functools.partial(adamw, amsgrad=True)`.
 """
 
 from optimi_func.population.axes import Randomness as Randomness

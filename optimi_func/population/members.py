@@ -27,10 +27,11 @@ NO_HYPER: Hyper = MappingProxyType({})
 
 @dataclass(frozen=True, eq=False)
 class Population:
-    """Models trained together: a pytree with the members along every first axis.
+    """Models that are trained together, as a pytree whose first axes index the members.
 
-    `len(members)` is the number of members. `dataclasses.replace` replaces a field.
-    `torch.save` writes it, and `torch.load` reads it.
+    `len(members)` is the number of members. `dataclasses.replace` returns a population with
+    another value of a field. You can save a population with `torch.save`, and load it with
+    `torch.load`.
     """
 
     params: PyTree
@@ -61,32 +62,34 @@ def init(
     n: int | None = None,
     **options: Unpack[InitOptions],
 ) -> Population:
-    """Make a population of n copies of one model, or of the models of a list.
+    """Create a population from n copies of one model, or from a list of models.
 
     Args:
-        optimizer: A factory such as `adamw`. If no hyperparameter differs between members,
-            a value such as `adamw(lr=1e-3)`.
-        source: With n, one module or one parameter tree, copied n times. Without n, a list
-            of modules of one class (`torch.func.stack_module_state`), or a parameter tree
-            whose leaves have the members along their first axis.
-        hyper: The factory's hyperparameters by name. A tensor of shape [n] has a value for
-            each member; a float or 0-d tensor is the value for all. betas are a tuple of
-            these. lr and weight_decay may be prefixes of the parameter tree. A list is
-            such a prefix for a list of parameters, so values of members need a tensor.
-            Tensors keep their dtype, as a seed for each member: torch.arange(n).
-        n: Number of copies.
-        **options: Passed to the optimizer's own init, such as `storage`.
+        optimizer: A factory such as `adamw`. If all members have the same hyperparameters,
+            it can also be a pure optimizer such as `adamw(lr=1e-3)`.
+        source: With n, one module or one parameter tree, which is copied n times. Without
+            n, a list of modules of one class (`torch.func.stack_module_state`), or a
+            parameter tree in whose leaves the first axis indexes the members.
+        hyper: The hyperparameters for the factory, by name. A tensor of shape [n] contains
+            a value for each member. A float or 0-d tensor is the value for all members.
+            betas are a tuple of such values. lr and weight_decay may also be trees with a
+            value for each part of the parameter tree. A list is such a tree, for a list of
+            parameters, so use a tensor and not a list for the values of the members.
+            Tensors keep their dtype, so a seed for each member is torch.arange(n).
+        n: The number of copies.
+        **options: Options that are passed to the optimizer's own init, such as `storage`.
 
     Returns:
-        Params, fresh state, hyper and buffers (of modules), in their own memory. All
-        hyperparameters are tensors of shape [n], so that `select` and `clone` index them,
-        and new values need no new graph.
+        A population with the parameters, a new state, the hyperparameters and the buffers
+        of modules, which share no memory with the arguments. All hyperparameters are
+        tensors of shape [n], so that `select` and `clone` can index them, and new values
+        need no new graph.
 
     Raises:
-        ValueError: n < 1, leaves have unequal numbers of members, the factory refuses a
-            hyperparameter, or a module has frozen parameters (members would train them) or
-            no parameters.
-        TypeError: The source is none of these, or a hyperparameter is no number.
+        ValueError: n is less than 1, leaves have different numbers of members, the factory
+            does not accept a hyperparameter, or a module has no parameters or has frozen
+            parameters (which the population would train).
+        TypeError: source is not one of these kinds, or a hyperparameter is not a number.
 
     >>> from optimi_func import adamw
     >>> rates = {"lr": torch.tensor([0.1, 0.2])}
@@ -197,7 +200,7 @@ def first_tensor(tree: object) -> Tensor:
 
 
 def check_members(members: object) -> None:
-    """Raise if members are no Population."""
+    """Raise an error if members is not a Population."""
     if not isinstance(members, Population):
         raise TypeError(f"members={members!r}: allowed is a Population, which init makes")
 
@@ -206,16 +209,17 @@ def check_members(members: object) -> None:
 
 
 def select(tree: T, index: Sequence[int] | Tensor) -> T:
-    """Return the members at `index`, in its order and as often as they are listed.
+    """Return the members at `index`, in the order of `index` and as often as it lists them.
 
-    Parameters, optimizer state, hyperparameters and buffers of a member stay together.
+    The parameters, optimizer state, hyperparameters and buffers of a member stay together.
 
     Args:
-        tree: A Population or any tree with the members along every first axis.
-        index: Indices of members from 0, or a bool for each member.
+        tree: A Population, or any tree whose first axes index the members.
+        index: Indices of members, starting at 0, or a bool for each member.
 
     Raises:
-        IndexError: An index is out of range, or there is not one bool for each member.
+        IndexError: An index is out of range, or the number of bools is not the number of
+            members.
 
     >>> select({"w": torch.tensor([1.0, 2.0, 3.0])}, [2, 0, 0])["w"]
     tensor([3., 1., 1.])
@@ -225,19 +229,19 @@ def select(tree: T, index: Sequence[int] | Tensor) -> T:
 
 
 def clone(tree: T, source: Sequence[int] | Tensor, into: Sequence[int] | Tensor) -> T:
-    """Replace the members `into` by copies of the members `source`.
+    """Replace the members at `into` by copies of the members at `source`.
 
     Population-based training calls this exploitation (Jaderberg et al., "Population Based
     Training of Neural Networks", arXiv:1711.09846).
 
     Args:
-        tree: A Population or any tree with the members along every first axis.
+        tree: A Population, or any tree whose first axes index the members.
         source: Indices of the members to copy.
-        into: As many indices of the members to replace.
+        into: Indices of the members to replace, as many as in `source`.
 
     Raises:
         IndexError: An index is out of range.
-        ValueError: The lists differ in length, or `into` has an index twice.
+        ValueError: The lists differ in length, or `into` contains an index twice.
 
     >>> clone({"w": torch.tensor([1.0, 2.0, 3.0])}, [2], [0])["w"]
     tensor([3., 2., 3.])

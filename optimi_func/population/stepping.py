@@ -28,25 +28,28 @@ def vmap_step(
     *,
     randomness: Randomness = "error",
 ) -> Callable[..., tuple[PyTree, PyTree]]:
-    """Return the step over members, `(params, grads, state, hyper) -> (params, state)`.
+    """Return a step for all members, `(params, grads, state, hyper) -> (params, state)`.
 
-    Arguments are positional, because vmap does not batch keyword arguments. Extras of a
-    rule or a chain are given by name, with the members along their first axis; 0-d tensors
-    are shared. Results have the members along their first axis. The function is pure,
-    compiles to one graph, and can be differentiated.
+    Pass these arguments by position, because vmap does not batch keyword arguments. Pass
+    the extras of a rule or a chain by name. The first axis of an extra indexes the members,
+    and a 0-d tensor is shared by all members. The first axis of each result indexes the
+    members too. The returned function is pure, compiles to one graph, and can be
+    differentiated.
 
     Args:
-        optimizer: A factory such as `adamw`, called with `hyper`; or a value with `init`
-            and `step`, for which `hyper` is left out.
-        in_axes: Axes of the members in params, grads, state and hyper: for each an axis,
-            None if all members share it, or a prefix tree of these, as in torch.vmap. In
-            hyper, numbers and 0-d tensors are always shared.
-        randomness: As in torch.vmap, for transformed optimizers that draw noise.
+        optimizer: A factory such as `adamw`, which is called with `hyper`, or a pure
+            optimizer with `init` and `step`, for which you leave out `hyper`.
+        in_axes: The axes that index the members in params, grads, state and hyper, as in
+            torch.vmap. For each of these four arguments, pass an axis, None if all members
+            share the argument, or a prefix tree of such values. Numbers and 0-d tensors in
+            hyper are always shared.
+        randomness: The same as in torch.vmap, for transformed optimizers that draw noise.
 
     Raises:
-        ValueError: At the call: leaves have unequal numbers of members; they are named.
-        TypeError: The optimizer is no factory and has no `init` and `step`, or hyper is
-            given although the optimizer's hyperparameters are bound.
+        ValueError: Leaves have different numbers of members. The error is raised in the
+            call of the step, and names the leaves.
+        TypeError: The optimizer is not a factory and has no `init` and `step`, or hyper is
+            passed although the optimizer already has its hyperparameters.
 
     >>> from torch.func import vmap
     >>> from optimi_func import sgd, sgd_init
@@ -94,18 +97,20 @@ def step(
     """Update every member with its own hyperparameters: `vmap_step` on a Population.
 
     Args:
-        optimizer: The one passed to `init`.
+        optimizer: The optimizer that you passed to `init`.
         members: The population.
-        grads: Gradients of its params. None does not update a parameter, in any member.
-        index: The members to update, as in `select`, each once; the others stay as they
-            are, with their step counts. `grads` and extras are those of
-            `select(members, index)`. None: all.
-        randomness: As in torch.vmap, for transformed optimizers that draw noise.
-        **extras: See `vmap_step`.
+        grads: The gradients of the population's parameters. If a gradient is None, its
+            parameter is not updated in any member.
+        index: The members to update, in the form that `select` accepts, but each member
+            only once. All other members are unchanged, including their step counts. If you
+            pass index, `grads` and the extras have to be those of `select(members, index)`.
+            None updates all members.
+        randomness: The same as in torch.vmap, for transformed optimizers that draw noise.
+        **extras: The extra arguments of the step: see `vmap_step`.
 
     Raises:
-        ValueError: Gradients or extras have another number of members, or `index` has one
-            twice.
+        ValueError: Gradients or extras have a different number of members, or `index`
+            contains an index twice.
         IndexError: An index is out of range.
 
     >>> from optimi_func import sgd
@@ -138,22 +143,26 @@ def loss_and_grad(
     """Compute each member's loss and the gradient of its parameters.
 
     Args:
-        loss_fn: `(params, *data) -> loss` of one member, or `(params, buffers, *data)` if
-            the population has buffers. The loss is a scalar. Use `call_module` for a
-            module whose buffers change.
+        loss_fn: A function `(params, *data) -> loss` for one member, or `(params, buffers,
+            *data) -> loss` if the population has buffers. The loss is a scalar. If a module
+            changes its buffers, use `call_module` in loss_fn.
         members: The population.
-        *data: Data that all members share, or with the members along an axis.
-        in_axes: Axes of the members in data: None (shared), an axis, or a tuple with one
-            of these, or a prefix tree of them, for each argument.
-        has_aux: True if loss_fn returns (loss, aux), with metrics or new buffers.
-        randomness: As in torch.vmap: "different" gives each member its own dropout mask.
+        *data: Data that all members share, or data in which an axis indexes the members.
+        in_axes: The axes that index the members in data. None means that all members share
+            the data. Pass one axis or None for all data, or a tuple that contains, for each
+            data argument, an axis, None, or a prefix tree of these.
+        has_aux: True if loss_fn returns (loss, aux), where aux contains metrics or new
+            buffers.
+        randomness: The same as in torch.vmap. "different" gives each member its own dropout
+            mask.
 
     Returns:
-        Losses of shape [n], or (losses, aux) with has_aux; and the gradients.
+        The losses in a tensor of shape [n], and the gradients. With has_aux, the first
+        result is (losses, aux) instead.
 
     Raises:
-        ValueError: The loss is no scalar, or data has another number of members.
-        TypeError: The loss is no floating tensor, or members are no Population.
+        ValueError: The loss is not a scalar, or data has a different number of members.
+        TypeError: The loss is not a floating-point tensor, or members is not a Population.
         RuntimeError: The loss writes to a tensor that all members share, such as a buffer.
 
     >>> from optimi_func import sgd
@@ -221,20 +230,22 @@ def call_module(
     buffers: Mapping[str, Tensor],
     *args: object,
 ) -> tuple[PyTree, dict[str, Tensor]]:
-    """Return the output of a module for these parameters and buffers, and new buffers.
+    """Run a module with other parameters and buffers; return its output and new buffers.
 
-    Use it in losses of modules whose buffers change, such as BatchNorm in training mode,
-    and return the new buffers as aux. Neither the arguments nor the module are written.
+    Use this function in the loss if the buffers of the module change, as in BatchNorm in
+    training mode, and return the new buffers as aux. This function does not write to its
+    arguments or to the module.
 
     Args:
-        module: Gives the code, and parameters that `params` lacks, such as frozen ones.
-        params: Parameters of one member, by name.
+        module: The module to run. Parameters that `params` does not contain, such as frozen
+            parameters, are taken from the module.
+        params: The parameters of one member, by name.
         buffers: All buffers of the module, by name.
-        *args: Inputs of the module.
+        *args: The inputs of the module.
 
     Raises:
-        ValueError: A buffer of the module is missing, or the module lacks a parameter or
-            buffer that is passed.
+        ValueError: A buffer of the module is missing, or the module does not have a
+            parameter or buffer that is passed.
 
     >>> norm = nn.BatchNorm1d(2)
     >>> before = dict(norm.named_buffers())

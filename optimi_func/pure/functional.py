@@ -68,28 +68,32 @@ def _leaves(tree: PyTree) -> Sequence[object]:
 class FunctionalOptimizer(Kept):
     """A pure optimizer with fixed hyperparameters, for example `adamw(lr=1e-3)`.
 
-    Each optimizer is a subclass, with its own hyperparameters as further fields. A
-    hyperparameter is a float, a 0-d tensor or a schedule: a function of the number of steps
-    taken so far. lr and weight_decay may also be prefixes of the parameter tree.
+    Each optimizer is a subclass, whose additional fields are its own hyperparameters. A
+    hyperparameter is a float, a 0-d tensor, or a schedule, which is a function of the
+    number of steps taken so far. lr and weight_decay may also be trees that contain a
+    number for each part of the parameter tree.
 
     Args:
         lr: Learning rate, at least 0.
-        weight_decay: Coefficient of weight decay, at least 0. It is multiplied by lr, or by
-            lr / max_lr if `decouple_lr` is True.
-        decouple_lr: Multiply weight decay by lr / max_lr instead of lr, so that it does not
-            depend on how large the learning rate is.
-        max_lr: The largest value that lr will have, as a number. It is needed for
-            `decouple_lr` and `corrected_decay` if lr is a schedule or a tensor.
+        weight_decay: Coefficient of weight decay, at least 0. Each step multiplies this
+            coefficient by lr, or by lr / max_lr if `decouple_lr` is True.
+        decouple_lr: Multiply weight decay by lr / max_lr instead of lr, so that weight
+            decay does not depend on how large the learning rate is.
+        max_lr: The largest value that lr will have, as a number. `decouple_lr` and
+            `corrected_decay` require max_lr if lr is a schedule or a tensor.
         maximize: Maximize the objective instead of minimizing it.
         cautious_decay: Decay an element only if the step moves it towards 0 or does not
-            move it (arXiv:2510.12402). Raises if weight decay is added to the gradient.
-        corrected_decay: Multiply weight decay by lr^2 / max_lr instead of lr, so that it
-            fades together with the schedule (AdamC, arXiv:2506.02285). Raises together with
-            `decouple_lr`.
-        cautious: Move an element only if direction and gradient have the same sign, and
-            divide its move by the share of such elements, but multiply it by at most 1000
+            move it (arXiv:2510.12402). Raises an error if weight decay is added to the
+            gradient.
+        corrected_decay: Multiply weight decay by lr^2 / max_lr instead of lr, so that
+            weight decay fades together with the schedule (AdamC, arXiv:2506.02285). Raises
+            an error together with `decouple_lr`.
+        cautious: Move an element only if the direction and the gradient have the same sign.
+            The moves of these elements are divided by the fraction of elements that move,
+            so that steps do not become shorter, but a move is multiplied by at most 1000
             (arXiv:2411.16085). Weight decay does not change. Rules whose direction mixes
-            the elements of a matrix (Muon, SOAP), Prodigy and Schedule-Free raise.
+            the elements of a matrix (Muon, SOAP) raise an error, and so do Prodigy and
+            Schedule-Free.
 
     Raises:
         ValueError: A hyperparameter is out of range.
@@ -151,7 +155,10 @@ class FunctionalOptimizer(Kept):
 
     @derived
     def numbers(self) -> dict[str, Any]:
-        """The rule's own hyperparameters by name: floats, tensors, schedules, flags."""
+        """The hyperparameters that only this optimizer has, by name.
+
+        The values are floats, tensors, schedules and bools.
+        """
         return {name: getattr(self, name) for name in self.rule.numbers}
 
     @property
@@ -334,7 +341,7 @@ class FunctionalOptimizer(Kept):
             params: A floating-point or complex tensor, or any pytree of such tensors.
             kahan_sum: False turns off Kahan summation, which stores the rounding error of
                 each float16 and bfloat16 parameter and adds it back at the next step. None
-                turns it on.
+                turns Kahan summation on.
             state_dtype: The dtype of the moments. None uses the dtype of each parameter,
                 except that second moments are never float16.
             storage: How parameters and moments are stored, in place of `kahan_sum` and
@@ -345,8 +352,8 @@ class FunctionalOptimizer(Kept):
 
         Raises:
             TypeError: A parameter is not a dense floating-point or complex tensor.
-            ValueError: `params` has no tensor, the rule does not accept the shape of a
-                parameter, or the options of storage exclude each other.
+            ValueError: `params` contains no tensor, the rule does not accept the shape of a
+                parameter, or the storage options exclude each other.
         """
         # Not `mistakes`, which has a lock that a graph cannot enter.
         checks.warn(self.likely_mistakes() + checks.decay_mistakes(self.unscaled_decays))
@@ -364,12 +371,13 @@ class FunctionalOptimizer(Kept):
 
         Args:
             params: A floating-point or complex tensor, or any pytree of such tensors.
-            grads: The gradients: a tree of the same structure, in which each tensor has the
-                shape of its parameter, and its dtype or a wider one. Where a gradient is
-                None, the parameter and its state are returned unchanged.
-            state: The state that `init(params)` or the step before returned.
+            grads: The gradients: a pytree with the same structure as `params`. Each
+                gradient has the shape of its parameter, and the dtype of its parameter or a
+                wider dtype. If a gradient is None, its parameter and the parameter's state
+                are returned unchanged.
+            state: The state that `init(params)` or the previous step returned.
             rewrite: A function that changes the updates before they are added to the
-                parameters. `transforms.chain` passes it.
+                parameters. `transforms.chain` passes such a function.
 
         Returns:
             (params, state): The updated parameters, and the state for the next step.
@@ -377,8 +385,8 @@ class FunctionalOptimizer(Kept):
         Raises:
             TypeError: A parameter is not a dense floating-point or complex tensor, or
                 `state` is not a `TreeState`.
-            ValueError: The trees differ in structure, or a gradient or a state does not
-                fit its parameter.
+            ValueError: The trees differ in structure, or a gradient or a state does not fit
+                its parameter.
         """
         return self._step(
             FlatTree.of(params, grads, state).check(self.shaped_rule), rewrite
@@ -459,11 +467,11 @@ class FunctionalOptimizer(Kept):
         return now._replace(coeffs=coeffs._replace(**dict(zip(own, given))))
 
     def eval_params(self, params: T, state: TreeState) -> T:
-        """Return the parameters to evaluate the model with.
+        """Return the parameters with which to evaluate the model.
 
-        For the Schedule-Free optimizers these are the averaged parameters; all other
-        optimizers return `params`. Like a step this is a pure function: it can be
-        differentiated, vmapped and compiled.
+        For the Schedule-Free optimizers, these are the averaged parameters. All other
+        optimizers return `params`. Like `step`, this method is a pure function, so you can
+        differentiate, vmap and compile it.
 
         Args:
             params: The parameters that the last step returned.

@@ -38,15 +38,17 @@ N = TypeVar("N", bound=Named)
 class LeafState:
     """The state of one parameter.
 
-    It has an attribute for each tensor that the rule stores, such as
-    `state.leaves["w"].exp_avg`. A moment in 8 bits is an object with a method
-    `decode(dtype)`, which returns a tensor. Numbers that a rule stores for all parameters
-    together are attributes, too, as 0-d tensors.
+    A `LeafState` has one attribute for each tensor that the rule stores, such as
+    `state.leaves["w"].exp_avg`. A moment that is stored in 8 bits is an object with a
+    method `decode(dtype)`, which returns a tensor. If a rule stores numbers for all
+    parameters together, these numbers are attributes too, as 0-d tensors.
 
-    `kahan_comp` is the rounding error that Kahan summation stores, or None. If the
-    parameter is rounded at random, it is the seed instead, a 0-d int64 tensor.
+    `kahan_comp` is the tensor of rounding errors that Kahan summation stores, or None. If
+    the parameter is rounded at random (`Storage("stochastic")`), `kahan_comp` is the seed,
+    as a 0-d int64 tensor.
 
-    The class is a registered pytree node, so `torch.utils._pytree` maps over its tensors.
+    The class is a registered pytree node, so the functions of `torch.utils._pytree` can map
+    over its tensors.
     """
 
     __slots__ = ("kahan_comp", "rule_state", "running")
@@ -124,9 +126,10 @@ class TreeState(NamedTuple):
     """The state of a parameter tree.
 
     Attributes:
-        step: The number of steps taken so far, a 0-d float32 tensor on the device of the
+        step: The number of steps taken so far, as a 0-d float32 tensor on the device of the
             parameters.
-        leaves: A tree with the structure of the parameters and a `LeafState` for each.
+        leaves: A tree with the same structure as the parameters, which contains a
+            `LeafState` for each parameter.
     """
 
     step: Tensor  # 0-d float32 on the parameters' device: steps taken so far

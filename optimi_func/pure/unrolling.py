@@ -35,37 +35,41 @@ def unroll(
     steps: int | None = None,
     hyper: Mapping[str, object] | None = None,
 ) -> Unrolled:
-    """Run training steps as a pure function that torch.func differentiates.
+    """Run several training steps as one pure function, which you can differentiate.
 
         g_t       = d loss_fn(p_t, batch_t) / d p
         p_(t+1), s_(t+1) = optimizer.step(p_t, g_t, s_t)
 
-    No argument is written to. Reverse mode (torch.func.grad, backward) stores the tensors
-    of all steps, so its memory grows with their number. Forward mode (jvp, jacfwd) stores
-    those of one step and computes one derivative per pass. If neither fits, call `unroll`
-    for a part of the steps at a time, and `detach` params and state in between. This is
-    truncated backpropagation: cheap, and biased towards small learning rates (Wu et al.,
-    arXiv:1803.02021).
+    `unroll` does not write to its arguments. If you differentiate in reverse mode
+    (torch.func.grad, backward), the tensors of all steps are stored, so the memory grows
+    with the number of steps. In forward mode (jvp, jacfwd), only the tensors of one step
+    are stored, but each pass computes only one derivative. If neither mode is possible,
+    call `unroll` for a few steps at a time, and call `detach` on the parameters and the
+    state between these calls. This is truncated backpropagation, which is cheap but biased
+    towards small learning rates (Wu et al., arXiv:1803.02021).
 
     Args:
-        optimizer: A pure optimizer with `init` and `step`, such as `adamw(lr=lr)`. With
-            `hyper` it is a factory, such as `adamw`.
-        loss_fn: `(params, batch) -> loss`, a 0-d tensor.
-        params: Parameter tree to start from.
-        state: Optimizer state to start from. None makes a fresh one.
-        batches: An iterable with one batch per step, each a pytree of tensors. Weights of
-            examples in the loss belong into the batch.
-        steps: Number of steps on `batches`, which is then one batch.
-        hyper: Hyperparameters of the factory by name: a pytree of numbers and tensors.
+        optimizer: A pure optimizer with `init` and `step`, such as `adamw(lr=lr)`. If you
+            pass `hyper`, pass a factory instead, such as `adamw`.
+        loss_fn: A function `(params, batch) -> loss`, where the loss is a 0-d tensor.
+        params: The parameter tree at the start.
+        state: The optimizer state at the start. None creates a new state.
+        batches: An iterable with one batch per step, each a pytree of tensors. If the loss
+            uses weights for the examples, make these weights part of the batch.
+        steps: The number of steps, if `batches` is a single batch that every step uses.
+        hyper: The hyperparameters for the factory by name, as a pytree of numbers and
+            tensors.
 
     Returns:
-        Params and state at the end, and the losses of all steps, as an `Unrolled`.
+        An `Unrolled` with the parameters and the state after the last step, and the losses
+        of all steps.
 
     Raises:
-        ValueError: steps < 1, no batch, or a loss that is not a scalar.
-        TypeError: batches is not iterable, or is an iterator while steps is given. The loss
-            is not a floating tensor. hyper is not a mapping, or is given with an optimizer
-            that has its hyperparameters. optimizer is neither a factory nor has a `step`.
+        ValueError: steps is less than 1, there is no batch, or a loss is not a scalar.
+        TypeError: batches is not iterable, or is an iterator although steps is given. The
+            loss is not a floating-point tensor. hyper is not a mapping, or is given with an
+            optimizer that already has its hyperparameters. optimizer is not a factory and
+            has no `step`.
 
     References:
         Maclaurin, Duvenaud & Adams, "Gradient-based Hyperparameter Optimization through
@@ -129,8 +133,9 @@ def _one_a_step(batches: object, steps: int | None) -> Iterable[object]:
 def detach(tree: T) -> T:
     """Detach the tensors of a tree, for use between the steps of an outer loop.
 
-    Params and state that a run returns carry its graph, so without this the next run would
-    be differentiated through both.
+    The parameters and the state that `unroll` returns are part of the graph of that run. If
+    you pass them to the next run without detaching them, derivatives of the next run also
+    go through the first run.
 
     >>> w = torch.ones(2, requires_grad=True)
     >>> params, _ = detach(({"w": 2 * w}, None))

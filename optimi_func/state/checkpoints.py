@@ -1,4 +1,4 @@
-"""Saving and loading: state dicts, torch.optim's, and a pure optimizer's state."""
+"""Methods that save and load state dicts: ours, torch.optim's, and pure states."""
 
 import inspect
 import threading
@@ -185,22 +185,24 @@ class Checkpoints(Optimizer):
         return list(map(self.rule_of, self.param_groups))
 
     def check_train_mode(self, what: str) -> None:
-        """Raise if the parameters are not those to train: see `Evaluated` and `EMA`."""
+        """Raise an error if the parameters are averaged or evaluation weights."""
         if self.holds_averages:
             raise RuntimeError(
                 f"{what} inside of EMA.applied(): leave it, the parameters are averages"
             )
 
     def state_dict(self) -> StateDict:
-        """Return the state by parameter number, and the groups, as torch.optim does.
+        """Return the state by parameter number, and the param groups, as torch.optim does.
 
-        State of parameters that were taken out of the groups is left out, with a warning.
-        torch.distributed.checkpoint gets the codes of one process also where shards cut
-        groups of 64 elements and the moments are plain numbers here: they are gathered for
-        it, one parameter after the other.
+        The state of parameters that are no longer in any param group is left out, with a
+        warning. If the boundary of a shard cuts a group of 64 elements, this optimizer
+        cannot store the parameter's moments in 8 bits. If torch.distributed.checkpoint
+        calls this method, the processes gather these moments, one parameter at a time, so
+        that the checkpoint contains them in 8 bits, as in a run with one process.
 
         Raises:
-            ValueError: A parameter that was put without a name into a group with names.
+            ValueError: A parameter without a name was added to a param group that has
+                names.
         """
         packed = self._packed()
         if in_distributed_checkpoint():
@@ -242,11 +244,14 @@ class Checkpoints(Optimizer):
     def torch_state_dict(self) -> StateDict:
         """Return the state for torch.optim's class of the same name, if torch has one.
 
-        torch's class continues with the same steps, except that compensations are left out
-        and that torch's RAdam adds eps to the root before its correction, ours after.
+        With this state, torch's class continues with the same steps, with two exceptions:
+        compensations are left out, and torch's RAdam adds eps to the square root before the
+        bias correction, whereas the RAdam of this package adds eps after the bias
+        correction.
 
         Raises:
-            ValueError: A class or an option that torch does not have.
+            ValueError: torch has no class of this name, or does not have an option that is
+                used.
         """
         name = type(self).__name__
         state = self.decoded_state_dict()
@@ -255,8 +260,9 @@ class Checkpoints(Optimizer):
     def decoded_state_dict(self) -> StateDict:
         """Return the state_dict with moments in 8 bits decoded to float32.
 
-        `load_state_dict` loads it into any storage. Use it to change the storage with
-        torch.distributed.checkpoint, which loads into the tensors that are there.
+        `load_state_dict` can load this state with any storage. Use this method to change
+        the storage if you save and load with torch.distributed.checkpoint, which loads into
+        the existing tensors.
         """
         packed = self._packed()
         self._change_entries(packed, lambda r, p, _, entry: stored.decoded(r, p, entry))
@@ -265,9 +271,10 @@ class Checkpoints(Optimizer):
     def master_state_dict(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """Return a model's parameters in float32, by name, with their compensations added.
 
-        A bfloat16 parameter has 8 significant bits, and 16 to 24 with its compensation.
-        Parameters without one are converted to float32. float64, integers and complex
-        numbers stay. Raise ValueError if no parameter of the model is the optimizer's.
+        A bfloat16 parameter has 8 significant bits, or 16 to 24 together with its
+        compensation. Parameters without a compensation are converted to float32. float64,
+        integer and complex parameters keep their dtype. If the optimizer contains none of
+        the model's parameters, a ValueError is raised.
         """
         params = self._params_of(model).items()
         return {
@@ -284,13 +291,14 @@ class Checkpoints(Optimizer):
     def load_master_state_dict(
         self, model: torch.nn.Module, state_dict: Mapping[str, Tensor]
     ) -> None:
-        """Set a model's parameters and their compensations to a `master_state_dict`.
+        """Set a model's parameters and their compensations from a `master_state_dict`.
 
-        A model's float32 state_dict() fits too. Warns if weights have no compensation.
+        You can also pass the state_dict() of a float32 model. If weights have no
+        compensation, a warning says that they are rounded.
 
         Raises:
-            TypeError, ValueError: Names, shapes or types that do not fit, or a model none
-                of whose parameters is the optimizer's; nothing is loaded then.
+            TypeError, ValueError: Names, shapes or types do not fit, or the optimizer
+                contains none of the model's parameters. Nothing is loaded in this case.
         """
         self.check_train_mode("load_master_state_dict()")
         params = self._params_of(model)
@@ -334,10 +342,11 @@ class Checkpoints(Optimizer):
         return convert.find_entries(*arguments, counterparts_of(self))
 
     def describe(self) -> str:
-        """Return a table of each group's storage of parameters and moments, and its bytes.
+        """Return a table of the storage formats and the bytes of each param group.
 
-        A frozen parameter without state is counted alone. State that a trainable one does
-        not have yet is counted as it will be, and DTensors by their local shards.
+        For a frozen parameter without state, only the parameter itself is counted. State
+        that a trainable parameter does not have yet is counted as if it had been created.
+        For DTensors, the local shards are counted.
 
         >>> from optimi_func import AdamW
         >>> model = torch.nn.Linear(128, 128)
@@ -355,36 +364,47 @@ class Checkpoints(Optimizer):
         keep_dtypes: bool = False,
         match: Literal["names", "order"] = "names",
     ) -> LoadReport:
-        """Load a state: ours, torch.optim's of the same name, or optimi's.
+        """Load a state dict of this class, or of its counterpart in torch.optim or optimi.
 
-        If the optimizer and the state both have parameter names, entries are found by
-        name, in any order and groups. Otherwise they are found by order, as in torch, and
-        the optimizer takes names that only the state has. Names may differ by what
-        torch.compile ("_orig_mod") and DistributedDataParallel ("module") add.
-        Hyperparameters are loaded, by name those of the file's group that holds a group's
-        parameters, but options about how the step runs are not (storage, kahan_sum,
-        state_dtype, compile, foreach, triton, capturable, gradient_release).
-        Tensors are copied to the dtypes that fresh state would have, where torch casts all
-        to the parameter's. Values that other code keeps in a parameter's state are copied,
-        tensors to its device. No parameter is written to. With `eval()`, the mode is loaded
-        too, and if it is eval mode, `train()` sets the parameters.
+        If the optimizer and the state dict both have parameter names, entries are matched
+        by name, in any order and in any param groups. Otherwise, entries are matched by
+        order, as in torch. If only the state dict has names, the optimizer takes over these
+        names. Prefixes that torch.compile ("_orig_mod") and DistributedDataParallel
+        ("module") add to names are ignored.
+
+        Hyperparameters are loaded too. If entries are matched by name, a param group gets
+        the hyperparameters of the saved group that contains its parameters. Options that
+        concern how the step runs are not loaded (storage, kahan_sum, state_dtype, compile,
+        foreach, triton, capturable, gradient_release).
+
+        Tensors are copied to the dtypes that a new state would have, whereas torch casts
+        all tensors to the dtype of the parameter. Values that other code stores in a
+        parameter's state are copied too, and tensors among them are moved to the
+        parameter's device. No parameter is written to. If the class has a method `eval()`,
+        the mode is loaded too. If the loaded mode is eval mode, `train()` sets the
+        parameters.
 
         Args:
-            state_dict: From `state_dict`.
-            strict: Raise for names that only one side has. False starts new parameters
-                with fresh state, ignores old ones and reports both.
+            state_dict: The state dict, as `state_dict` returned it.
+            strict: Raise an error for names that only the optimizer or only the state dict
+                has. With False, a parameter that is missing from the state dict gets a new
+                state, a name that only the state dict has is ignored, and both are
+                reported.
             keep_dtypes: Keep every dtype as it was saved.
-            match: "order" ignores names, as torch does.
+            match: "names", or "order" to ignore names, as torch does.
 
         Returns:
-            The names that only one side has.
+            The names that only the optimizer has (`missing`), and the names that only the
+            state dict has (`unexpected`).
 
         Raises:
-            TypeError: No dict, an entry's value that is no tensor, or codes that were cast.
-            ValueError: Groups, names, hyperparameters, fields or shapes that do not fit, as
-                names on one side alone (if strict), no name in common, another number of
-                groups (by order), and groups that were joined or divided since and differ
-                in a hyperparameter. Nothing is loaded then.
+            TypeError: state_dict is not a dict, a value in an entry is not a tensor, or
+                8-bit codes were cast to another dtype.
+            ValueError: Groups, names, hyperparameters, fields or shapes do not fit.
+                Examples are names that only one of the two has (if strict), no common
+                names, a different number of groups (if matched by order), and groups that
+                were joined or divided after saving and have different values of a
+                hyperparameter. Nothing is loaded in this case.
         """
         if not isinstance(state_dict, dict):
             raise TypeError(f"state_dict={state_dict!r:.80}: allowed is a dict, as saved")
@@ -424,24 +444,27 @@ class Checkpoints(Optimizer):
         return reports[-1]
 
     def load_fitting(self, state_dict: StateDict) -> Fitted:
-        """Go on from another rule's state with the tensors that fit; others begin anew.
+        """Load the tensors that fit from the state of another rule, and reset the others.
 
-        From AdamW to MuonAdamW embeddings and norms keep their moments, from Muon to
-        NorMuon matrices their momentum. Entries are found by name, in our states and in
-        torch.optim's. Of each the fields are taken that the rule has too, in the same
-        shape, and the compensation of the weight. A rule that depends on the step count, as
-        a bias correction does, takes all of its fields or none. Hyperparameters stay the
-        optimizer's. Load the model before.
+        If you switch from AdamW to MuonAdamW, embeddings and norms keep their moments. If
+        you switch from Muon to NorMuon, matrices keep their momentum. Entries are matched
+        by name, in state dicts of this package and of torch.optim. From each entry, this
+        method loads the fields that the new rule also has, with the same shape, and the
+        compensation of the weight. A rule that depends on the step count, for example for a
+        bias correction, gets either all of its fields or none. The hyperparameters of this
+        optimizer do not change. Load the model before you call this method.
 
         Args:
-            state_dict: From `state_dict`, or a dict of several, as `torch_state_dict` of a
-                Mixed optimizer returns it and {"muon": ..., "adamw": ...} of torch's.
+            state_dict: A state dict from `state_dict`, or a dict of several state dicts,
+                such as the result of `torch_state_dict` of a Mixed optimizer, or {"muon":
+                ..., "adamw": ...} with state dicts of torch's classes.
 
         Returns:
-            Which fields were taken, and which begin anew.
+            The fields that were loaded (`taken`) and reset (`anew`) for each parameter, and
+            the names in the state dict that were not used (`unused`).
 
         Raises:
-            ValueError: Parameters without names. Nothing is loaded then.
+            ValueError: The parameters have no names. Nothing is loaded in this case.
 
         >>> from optimi_func import AdamW, MuonAdamW
         >>> from torch.nn import Embedding, Linear, Sequential
@@ -592,16 +615,17 @@ class Checkpoints(Optimizer):
     def functional(self) -> tuple[FunctionalOptimizer, TreeState]:
         """Return a pure optimizer and its state for the tree {name: parameter}.
 
-        Parameters that have no state and do not require a gradient are left out. Nothing
-        shares memory with this optimizer.
+        Parameters that have no state and do not require a gradient are left out. The
+        results share no memory with this optimizer.
 
         Returns:
-            The pure optimizer with the present hyperparameters; lr and weight_decay are
-            dicts by name if groups differ in them. The state, with `leaves` by name.
+            The pure optimizer with the present hyperparameters, and the state, whose
+            `leaves` is a dict by name. If param groups differ in lr or weight_decay, these
+            two hyperparameters are dicts by name.
 
         Raises:
-            ValueError: Parameters without names, groups that differ in other
-                hyperparameters, or parameters that have taken different numbers of steps.
+            ValueError: Parameters have no names, param groups differ in other
+                hyperparameters, or parameters have taken different numbers of steps.
 
         >>> from optimi_func import SGD
         >>> model = torch.nn.Linear(2, 1)
@@ -627,15 +651,16 @@ class Checkpoints(Optimizer):
     def load_functional(
         self, state: TreeState, params: dict[str, Tensor] | None = None
     ) -> None:
-        """Continue from a pure optimizer's state, as `functional` returns it.
+        """Continue from the state of a pure optimizer, as `functional` returns it.
 
         Args:
-            state: A state with `leaves` by name. Other parameters keep theirs.
+            state: A state whose `leaves` is a dict by name. Parameters that are not in this
+                dict keep their state.
             params: New values of the parameters, by name.
 
         Raises:
-            ValueError: Names that no parameter has, shapes or fields that do not fit;
-                nothing is loaded then.
+            ValueError: A name belongs to no parameter, or shapes or fields do not fit.
+                Nothing is loaded in this case.
         """
         self.check_train_mode("load_functional()")
         self._take_over(*self._loaded_tree(state, params or {}))

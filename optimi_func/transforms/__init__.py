@@ -1,13 +1,15 @@
-"""Transforms of optimizers: each takes a `PureOptimizer` such as `adamw(lr=...)`.
+"""Transforms of pure optimizers: clipping, averaging, accumulation and others.
 
-The result is a `PureOptimizer` too. `init(params)` makes a state and `step(params, grads,
-state)` a step, so that transforms nest:
+Each transform takes a pure optimizer (a `PureOptimizer`), such as `adamw(lr=...)`, and
+returns another pure optimizer. `init(params)` creates a state and `step(params, grads,
+state)` takes a step, so you can nest transforms:
 
     clipped = chain(clip_global_norm(1.0), adamw(lr=schedule))
     apply_if_finite(every_k(clipped, 4))
 
-A state is a NamedTuple, its last field the inner optimizer's state. No step depends on
-values of tensors, so that each compiles into one graph, vmaps and differentiates.
+The state of a transform is a NamedTuple, whose last field is the state of the inner
+optimizer. Steps do not branch on the values of tensors, so each step can be compiled into
+one graph, vmapped and differentiated.
 """
 
 from optimi_func.core.torch_private import serializable

@@ -29,7 +29,7 @@ class EveryState(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Every(Around[EveryState], state=EveryState, name="every_k"):
-    """An optimizer that steps every k-th time: see `every_k`."""
+    """An optimizer that takes a step every k calls: see `every_k`."""
 
     k: int
     reduction: Reduction
@@ -42,7 +42,7 @@ class Every(Around[EveryState], state=EveryState, name="every_k"):
     def step(
         self, params: PyTree, grads: PyTree, state: EveryState, **extras: PyTree
     ) -> tuple[PyTree, EveryState]:
-        """Add a gradient; every k-th call is an update, with its extras."""
+        """Add a gradient to the sum. Every k-th call takes a step, with its extras."""
         state = self.checked(state)
         trees = Trees.check(params, grads)
         before = match_tree("state.sums", state.sums, trees.spec, params)
@@ -64,27 +64,31 @@ class Every(Around[EveryState], state=EveryState, name="every_k"):
 
 
 def every_k(optimizer: PureOptimizer, k: int, *, reduction: Reduction = "mean") -> Every:
-    """Step once every k calls, along the mean or the sum of their gradients.
+    """Take one step every k calls, with the mean or the sum of their gradients.
 
         s <- s + g
         every k-th call: step along s / k ("mean") or s ("sum"), then s <- 0
 
-    Exact: k micro-batches of one size, each with the mean of its losses, make the step of
-    the whole batch. Sums are float32, or float64 for float64 parameters. Between steps the
-    parameters stay, and so does the optimizer's state, its count of steps included.
+    The result is exact: k micro-batches of the same size, each with the mean of its losses,
+    give the same step as the whole batch. Gradients are summed in float32, or in float64
+    for float64 parameters. A call that does not complete a step changes neither the
+    parameters nor the optimizer's state, including its step count.
 
-    Every call computes a step and all but the k-th discard it, because a graph has no
-    branches; a loop in eager mode saves that by adding up gradients itself. A leaf whose
-    k-th gradient is None does not move in that step and keeps its sum for the next. If
-    it is None in another call, the mean is over k nevertheless.
+    Every call computes a step, and all calls but the k-th discard this step, because a
+    graph has no branches. In eager mode, you can save this time by summing the gradients in
+    a loop of your own. If the k-th gradient of a leaf is None, the leaf does not move in
+    this step, and its sum is kept for the next step. If a gradient in another call is None,
+    the mean still divides the sum by k.
 
     Args:
         optimizer: The optimizer.
-        k: Calls a step, at least 1.
-        reduction: "mean" divides the sum by k; "sum" is for losses divided already.
+        k: The number of calls per step, at least 1.
+        reduction: "mean" divides the sum by k. "sum" does not, for losses that you have
+            already divided.
 
     Raises:
-        ValueError: k is not a whole number from 1, or reduction is neither.
+        ValueError: k is not a whole number of at least 1, or reduction is neither "mean"
+            nor "sum".
 
     >>> from optimi_func import sgd
     >>> opt = every_k(sgd(lr=1.0), 2)
@@ -122,7 +126,7 @@ class Guard(Around[FiniteState], state=FiniteState, name="apply_if_finite"):
     def step(
         self, params: PyTree, grads: PyTree, state: FiniteState, **extras: PyTree
     ) -> tuple[PyTree, FiniteState]:
-        """Return the result of one update, or of none if a gradient is not finite."""
+        """Return the result of an update, or no change if a gradient is not finite."""
         state = self.checked(state)
         trees = Trees.check(params, grads)
         device = state.skipped.device
@@ -151,25 +155,29 @@ class Guard(Around[FiniteState], state=FiniteState, name="apply_if_finite"):
 def apply_if_finite(
     optimizer: PureOptimizer, *, max_consecutive: int | None = None
 ) -> Guard:
-    """Skip a step any of whose gradients holds an inf or a NaN.
+    """Skip each step in which a gradient contains an inf or a NaN.
 
-    A skipped step changes no parameter, no moment and no count of steps, only the counts
-    of skips, `state.consecutive` and `state.skipped`. The choice is made on the device,
-    without synchronizing.
+    A skipped step changes no parameter, no moment and no step count. It changes only
+    `state.consecutive` and `state.skipped`, which count skipped steps. The decision is made
+    on the device, without synchronizing with the host.
 
-    A graph cannot raise, so a run may skip for ever unnoticed. Either read
-    `state.consecutive` on the host now and then, or give `max_consecutive`: after that many
-    skips bad gradients are let through and the loss shows it, as in optax.
+    A compiled graph cannot raise an error, so a run may skip all further steps unnoticed.
+    Either read `state.consecutive` on the host from time to time, or pass
+    `max_consecutive`. After this number of skipped steps in a row, gradients with an inf or
+    a NaN are applied, so that you can see the failure in the loss. optax's function of the
+    same name does the same.
 
-    Reverse mode through a skipped step is NaN if the loss itself overflowed (0 * inf);
-    forward mode is right, and so is a detached gradient.
+    If you differentiate through a skipped step in reverse mode, the derivative is NaN if
+    the loss itself has overflowed (0 * inf). Derivatives in forward mode are correct.
+    Derivatives in reverse mode are correct if the gradient is detached.
 
     Args:
         optimizer: The optimizer.
-        max_consecutive: The most steps in a row to skip; 0 skips none. None: no limit.
+        max_consecutive: The largest number of steps in a row that are skipped. 0 skips no
+            step, and None means that there is no limit.
 
     Raises:
-        ValueError: max_consecutive is negative or no whole number.
+        ValueError: max_consecutive is negative or not a whole number.
 
     >>> from optimi_func import sgd
     >>> opt = apply_if_finite(sgd(lr=1.0))
@@ -193,7 +201,7 @@ class EmaState(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Averaged(Around[EmaState], state=EmaState, name="ema"):
-    """An optimizer that averages the parameters it makes: see `ema`."""
+    """An optimizer that averages the parameters after its steps: see `ema`."""
 
     decay: Number
     debias: bool
@@ -212,7 +220,7 @@ class Averaged(Around[EmaState], state=EmaState, name="ema"):
     def step(
         self, params: PyTree, grads: PyTree, state: EmaState, **extras: PyTree
     ) -> tuple[PyTree, EmaState]:
-        """Return the parameters after one update, and the state with their mean."""
+        """Return the parameters after one update, and the state with their average."""
         state = self.checked(state)
         params, inner = self._step(params, grads, state.inner, **extras)
         decay = resolve("decay", self.decay, state.step.detach().clone())
@@ -228,10 +236,11 @@ class Averaged(Around[EmaState], state=EmaState, name="ema"):
         )
 
     def eval_params(self, params: PyTree, state: EmaState) -> PyTree:
-        """Raise, because both the mean and the optimizer's parameters could be meant.
+        """Raise an error, because there are two kinds of parameters to evaluate with.
 
         Raises:
-            ValueError: Always; its message says how to ask for either.
+            ValueError: This error is always raised. Its message says how to get the average
+                or the parameters with which the inner optimizer evaluates.
         """
         del params, state
         raise ValueError(
@@ -241,22 +250,25 @@ class Averaged(Around[EmaState], state=EmaState, name="ema"):
 
 
 def ema(optimizer: PureOptimizer, decay: Number, *, debias: bool = True) -> Averaged:
-    """Keep an exponential moving average of the parameters, `state.average`.
+    """Store an exponential moving average of the parameters in `state.average`.
 
         a_t <- decay * a_(t-1) + (1 - decay) * p_t
 
-    with a_0 = 0 and a_t / (1 - decay^t) in the state (debias), or with a_0 = p_0, the
-    parameters given to `init`. A debiased mean begins with p_1 and forgets p_0; the other
-    holds on to it for some 1 / (1 - decay) steps. Means are float32, or float64 for
-    float64 parameters, because a bfloat16 mean would not move.
+    With debias=True, a_0 is 0, and `state.average` is a_t / (1 - decay^t), which begins
+    with p_1 and does not depend on p_0, the parameters that are passed to `init`. With
+    debias=False, a_0 is p_0, which influences the average for about 1 / (1 - decay) steps.
+    Averages are stored in float32, or in float64 for float64 parameters, because a bfloat16
+    average would not change: rounding would discard its small updates.
 
-    Put it inside `every_k` and `apply_if_finite`, so that only true steps count.
+    If you also use `every_k` or `apply_if_finite`, put `ema` inside of them, so that only
+    the steps that change the parameters count.
 
     Args:
         optimizer: The optimizer.
-        decay: In [0, 1): how much of the mean a step keeps; a float, a 0-d tensor or a
-            schedule. 0.999 averages over some thousand steps.
-        debias: Divide by the sum of the weights instead of beginning with p_0.
+        decay: The fraction of the average that a step keeps, in [0, 1): a float, a 0-d
+            tensor or a schedule. A decay of 0.999 averages over about a thousand steps.
+        debias: True divides the average by the sum of its weights. False begins the average
+            with p_0.
 
     Raises:
         ValueError: decay is out of its range.

@@ -1,4 +1,4 @@
-"""The point that sharpness-aware minimization evaluates at: `ascent`."""
+"""The parameters at which sharpness-aware minimization computes gradients: `ascent`."""
 
 from typing import Any, TypeVar
 
@@ -16,24 +16,25 @@ T = TypeVar("T")
 
 
 def ascent(params: T, grads: PyTree, rho: Scalar = 0.05, adaptive: bool = False) -> T:
-    """Return the point at a distance of rho up the gradient, where SAM evaluates.
+    """Move the parameters by rho along the gradient, to the point that SAM evaluates.
 
         p + rho * g / |g|
         p + rho * T^2 g / |T g|,  T = |p| + 0.01      with adaptive
 
-    |g| is the norm of all gradients. Sharpness-aware minimization is a step of any
-    optimizer from params, along the gradients at this point. A parameter without a gradient
-    stays.
+    |g| is the joint norm of all gradients. Sharpness-aware minimization (SAM) computes the
+    gradients at the returned parameters, and uses these gradients for a step of any
+    optimizer from `params`. Parameters without a gradient are returned unchanged.
 
     Args:
-        params: Parameter tree.
-        grads: Gradient tree at params.
-        rho: The distance, from 0.
-        adaptive: Measure it by |p|, with a rho some ten times as large.
+        params: The parameter tree.
+        grads: The gradients at params, as a tree with the same structure.
+        rho: The distance, at least 0.
+        adaptive: Scale the move of each element by the size of the element, as in the
+            second formula. Use a rho that is about ten times as large.
 
     Raises:
         ValueError: rho is negative, or a gradient does not fit its parameter.
-        TypeError: rho is a schedule, or adaptive is no flag.
+        TypeError: rho is a schedule, or adaptive is not a bool.
 
     References:
         Foret et al., "Sharpness-Aware Minimization for Efficiently Improving
@@ -56,20 +57,20 @@ def ascent(params: T, grads: PyTree, rho: Scalar = 0.05, adaptive: bool = False)
 
 
 def check_ascent(rho: Scalar, adaptive: bool) -> None:
-    """Raise for arguments of `ascent` out of their ranges."""
+    """Raise an error if an argument of `ascent` is out of its range."""
     check_constant("rho", rho)
     check_flag("adaptive", adaptive)
 
 
 def check_constant(name: str, x: object, **bounds: float) -> None:
-    """Raise unless x is a number or a 0-d tensor in these bounds of `check_number`."""
+    """Raise an error if x is not a number or 0-d tensor within these bounds."""
     if callable(x):
         raise TypeError(f"{name}={x!r}: allowed are numbers and 0-d tensors")
     check_number("number", name, x, **bounds)
 
 
 def ascent_moves(ps: list[Tensor], gs: Grads, rho: Scalar, adaptive: bool) -> list[Any]:
-    """Return what `ascent` adds to each parameter, None for one without a gradient."""
+    """Return the term that `ascent` adds to each parameter, or None without a gradient."""
     sizes = [p.abs() + 0.01 if adaptive else 1.0 for p in ps]
     scaled = [None if g is None else t * g for g, t in zip(gs, sizes)]
     size = total_norm([whole(norm(x)) for x in scaled if x is not None])

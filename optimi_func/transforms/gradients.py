@@ -38,11 +38,12 @@ Rewritten: TypeAlias = tuple[Grads, PyTree]
 
 @dataclass(frozen=True, eq=False)
 class GradientTransform:
-    """A rewrite of gradients before an optimizer, or of its updates after it, for `chain`.
+    """A part of `chain` that rewrites gradients before the optimizer, or updates after it.
 
-    `rewrite` takes the flat gradients or updates, its state, and the 0-based step, a 0-d
-    tensor in float64. It must not write to arguments (`g * 0`, not `g.mul_(0)`), which may
-    be the caller's own tensors. Further arguments are given by name:
+    The function `rewrite` receives the flat list of gradients or updates, its own state,
+    and the 0-based step as a 0-d float64 tensor. `rewrite` must not write to its arguments
+    (use `g * 0`, not `g.mul_(0)`), because they may be the caller's own tensors. `rewrite`
+    may have further arguments, whose names decide what they receive:
 
         params: the flat parameters, as wide as the gradients
         paths: the keys of each parameter, joined by dots, as "body.0.weight"
@@ -50,12 +51,14 @@ class GradientTransform:
         any other: an extra of the caller's, as step(..., state, loss=loss)
 
     Attributes:
-        init: `params -> state`, a pytree of tensors; `()` if there is nothing to keep.
-        rewrite: `(grads, state, step, ...) -> (grads, state)`. Gradients are at least
-            float32, or None.
-        numbers: Floats, 0-d tensors and schedules from 0 on. Those called limit or max_norm
-            may be inf.
-        takes: The names of the further arguments, and True for those without a default.
+        init: A function `params -> state`. The state is a pytree of tensors, or `()` if
+            there is nothing to store.
+        rewrite: A function `(grads, state, step, ...) -> (grads, state)`. Each gradient is
+            None, or a tensor in float32 or a wider dtype.
+        numbers: A dict of hyperparameters by name: floats, 0-d tensors and schedules, at
+            least 0. Hyperparameters named limit or max_norm may be inf.
+        takes: The further arguments of rewrite, as a dict from their names to bools. True
+            means that the argument has no default.
     """
 
     init: Callable[[PyTree], PyTree]
@@ -149,7 +152,7 @@ class Chain(Around[ChainState], state=ChainState, name="chain"):
     def step(
         self, params: PyTree, grads: PyTree, state: ChainState, **extras: PyTree
     ) -> tuple[PyTree, ChainState]:
-        """Return the result of one update. Extras go to the parts that take them."""
+        """Return the result of one update. Extras go to the parts that accept them."""
         state = self.checked(state)
         if len(state.transforms) != len(self.transforms):
             raise ValueError(
@@ -192,21 +195,24 @@ class Chain(Around[ChainState], state=ChainState, name="chain"):
 
 
 def chain(*parts: GradientTransform | PureOptimizer) -> Chain:
-    """Let gradients go through transforms into an optimizer, and its updates through more.
+    """Apply transforms to the gradients before an optimizer, and to its updates after it.
 
         g <- t_n(...t_2(t_1(g))),   u <- s_m(...s_1(u)),   p <- p + u
 
-    where t are the parts before the optimizer, u is its update with learning rate and
-    decay, and s are the parts after it. There gradients and updates are float32, or float64
-    for float64 parameters. Kahan compensation takes the rewritten update. Lookahead
-    (Ranger) and averages (Schedule-Free) come after the parts.
+    Here t_1 to t_n are the parts before the optimizer, and s_1 to s_m are the parts after
+    it. u is the update that the optimizer computes, which includes the learning rate and
+    weight decay. The parts receive gradients and updates in float32, or in float64 if the
+    parameters are float64. Kahan summation adds the update as the last part returns it. The
+    lookahead of Ranger and the averaging of Schedule-Free are applied after all parts.
 
     Args:
-        *parts: One transform or more, as `clip_global_norm(1.0)`, and one optimizer. In
-            front of transforms it is one made by a factory, as `adamw(lr=1e-3)`.
+        *parts: One optimizer, and one or more transforms such as `clip_global_norm(1.0)`.
+            If there are transforms after the optimizer, a factory has to have created the
+            optimizer, as in `adamw(lr=1e-3)`.
 
     Raises:
-        TypeError: The parts are others.
+        TypeError: The parts are not one optimizer and at least one transform, or the
+            optimizer does not support transforms after it.
 
     >>> from optimi_func import sgd
     >>> opt = chain(clip_global_norm(1.0), sgd(lr=1.0))
@@ -248,7 +254,7 @@ def clip_value(limit: Number) -> GradientTransform:
     """Clip each element of each gradient to [-limit, limit].
 
     Args:
-        limit: Above 0; a float, a 0-d tensor or a schedule.
+        limit: The largest absolute value, above 0: a float, a 0-d tensor or a schedule.
 
     Raises:
         ValueError: limit is not above 0.
@@ -277,12 +283,12 @@ def _clip_value(grads: Grads, state: PyTree, _: Tensor, limit: Scalar) -> Rewrit
 
 
 def clip_param_norm(max_norm: Number) -> GradientTransform:
-    """Scale each gradient down to a Euclidean norm of max_norm, independently of others.
+    """Scale each gradient separately, so that its Euclidean norm is at most max_norm.
 
         g <- g * min(1, max_norm / (|g| + 1e-6))
 
     Args:
-        max_norm: Above 0; a float, a 0-d tensor or a schedule.
+        max_norm: The largest norm, above 0: a float, a 0-d tensor or a schedule.
 
     Raises:
         ValueError: max_norm is not above 0.
@@ -306,14 +312,15 @@ def _clip_param_norm(grads: Grads, state: PyTree, _: Tensor, max_norm: Scalar) -
 
 
 def clip_global_norm(max_norm: Number) -> GradientTransform:
-    """Scale all gradients by one factor, down to a joint Euclidean norm of max_norm.
+    """Scale all gradients by one factor, so that their joint norm is at most max_norm.
 
         g_i <- g_i * min(1, max_norm / (sqrt(sum_i |g_i|^2) + 1e-6))
 
-    as in torch.nn.utils.clip_grad_norm_. A leaf without a gradient does not count.
+    torch.nn.utils.clip_grad_norm_ uses the same formula. Leaves without a gradient do not
+    contribute to the norm.
 
     Args:
-        max_norm: Above 0; a float, a 0-d tensor or a schedule.
+        max_norm: The largest norm, above 0: a float, a 0-d tensor or a schedule.
 
     Raises:
         ValueError: max_norm is not above 0.
@@ -344,12 +351,12 @@ def _clip_global_norm(
 
 
 def centralize() -> GradientTransform:
-    """Subtract from each gradient of a weight its mean over every output unit.
+    """Subtract the mean over each output unit from the gradients of weights.
 
         g[i] <- g[i] - mean(g[i])    for gradients of two dimensions or more
 
-    where i runs over the first dimension, which is the output in torch's layers. Other
-    gradients do not change.
+    Here i is the index of an output unit, which is the index of the first dimension in
+    torch's layers. Gradients with fewer than two dimensions do not change.
 
     References:
         Yong, Huang, Hua & Zhang, "Gradient Centralization: A New Optimization Technique
@@ -372,29 +379,32 @@ def _centralize(grads: Grads, state: PyTree, _: Tensor) -> Rewritten:
 
 
 class NoiseState(NamedTuple):
-    """The state of `add_noise`: the place of the next random numbers."""
+    """The state of `add_noise`: the seed and the step for the next random numbers."""
 
     seed: Tensor  # 0-d int64
     step: Tensor  # 0-d int64: steps taken so far
 
 
 def add_noise(std: Number, *, seed: int | Tensor) -> GradientTransform:
-    """Add normal noise to every gradient, drawn from a seed in the state.
+    """Add normally distributed noise to every gradient, drawn from a seed in the state.
 
         g <- g + std * z,   z ~ N(0, 1)
 
-    z is a function of (seed, step, leaf, element) alone. No generator is read or advanced,
-    so that a step repeats, resumes, compiles, and needs no `randomness` under vmap. Members
-    of a population draw the same numbers unless their seeds differ.
+    z depends only on the seed, the step, the leaf and the element. No torch generator is
+    read or advanced, so you can repeat, resume and compile a step, and vmap needs no
+    `randomness` argument. The members of a population draw the same numbers unless they
+    have different seeds.
 
     Args:
-        std: From 0; a float, a 0-d tensor or a schedule. The paper's is
-            `lambda t: (eta / (1 + t) ** 0.55) ** 0.5`, eta of 0.01 to 1.
-        seed: From 0 to 2^63 - 1, or a 0-d integer tensor (vmapped: a seed a member).
+        std: Standard deviation of the noise, at least 0: a float, a 0-d tensor or a
+            schedule. The paper uses `lambda t: (eta / (1 + t) ** 0.55) ** 0.5` with eta
+            between 0.01 and 1.
+        seed: A whole number from 0 to 2^63 - 1, or a 0-d integer tensor. Under vmap, each
+            member can have a different seed.
 
     Raises:
         ValueError: std or seed is negative.
-        TypeError: seed is no whole number.
+        TypeError: seed is not a whole number.
 
     References:
         Neelakantan et al., "Adding Gradient Noise Improves Learning for Very Deep

@@ -84,10 +84,13 @@ class Partition(Transform):
         return "masked" if self.freeze else "partition"
 
     def init(self, params: PyTree, **options: Unpack[InitOptions]) -> PartitionState:
-        """Return fresh state, with the part of each leaf: see `FunctionalOptimizer.init`.
+        """Return the initial state, which also stores the part of each leaf.
+
+        The options are those of `FunctionalOptimizer.init`.
 
         Raises:
-            ValueError: A pattern or predicate is left nothing, or none selects a leaf.
+            ValueError: No leaf is left for a pattern or predicate, or a leaf is not
+                selected.
         """
         tensors, spec = flatten_params(params)
         places = self._place(params, tensors)
@@ -115,9 +118,10 @@ class Partition(Transform):
     def step(
         self, params: PyTree, grads: PyTree, state: PartitionState, **extras: PyTree
     ) -> tuple[PyTree, PartitionState]:
-        """Return the result of one update of each part, with the extras that it takes.
+        """Return the result of one update of each part.
 
-        An extra is a 0-d tensor for all, or a tree like params, of which parts get theirs.
+        An extra is a 0-d tensor for all parts, or a tree like params, of which each part
+        receives its own leaves. Extras go only to the parts that accept them.
         """
         state = self._checked(state)
         taken = list(map(extras_of, self.optimizers))
@@ -236,19 +240,21 @@ def _may_keep_moments(optimizer: object) -> bool:
 def partition(
     *parts: tuple[Select, PureOptimizer], rest: PureOptimizer | None = None
 ) -> Partition:
-    """Give each part of the tree an optimizer of its own, in one state.
+    """Use a different optimizer for each part of the parameter tree, with one common state.
 
     Args:
-        *parts: Pairs of a pattern or predicate, and the optimizer of the leaves that it
-            selects and no part before it. A pattern (`fnmatch`) is for the leaf's path, its
-            keys joined by dots, as "body.0.weight"; a predicate takes that path and the
-            parameter, and only `init` calls it.
-        rest: The optimizer of all leaves that nothing selects. None: there are none.
+        *parts: Pairs of a pattern or predicate and an optimizer. The optimizer updates the
+            leaves that its pattern or predicate selects and that no earlier part has
+            selected. A pattern (`fnmatch`) is compared with the path of a leaf, which is
+            its keys joined by dots, such as "body.0.weight". A predicate is a function of
+            this path and the parameter. Only `init` calls predicates.
+        rest: The optimizer for all leaves that no part selects. None means that the parts
+            have to select all leaves.
 
     Raises:
-        TypeError: A part is no such pair.
-        ValueError: There is no part. `init` raises it if a part is left nothing, or a leaf
-            is not selected and there is no rest.
+        TypeError: A part is not a pair of a pattern or predicate and an optimizer.
+        ValueError: There are no parts. `init` raises the same error if no leaf is left for
+            a part or for `rest`, or if a leaf is not selected and `rest` is None.
 
     >>> from optimi_func import adamw, lion
     >>> matrices = lambda path, p: p.dim() == 2
@@ -283,15 +289,17 @@ def check_parts(
 
 
 def masked(optimizer: PureOptimizer, select: Select) -> Partition:
-    """Step only the leaves that are selected; the others stay as they are, without state.
+    """Update only the selected leaves; all other leaves are returned unchanged.
+
+    Leaves that are not selected have no optimizer state.
 
     Args:
-        optimizer: The optimizer of the leaves that are selected.
+        optimizer: The optimizer for the selected leaves.
         select: A pattern or a predicate: see `partition`.
 
     Raises:
-        TypeError: select is neither.
-        ValueError: By `init`: nothing is selected.
+        TypeError: select is neither a pattern nor a predicate.
+        ValueError: No leaf is selected. `init` raises this error.
 
     >>> from optimi_func import sgd
     >>> opt = masked(sgd(lr=1.0), "head.*")

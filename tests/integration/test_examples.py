@@ -116,7 +116,7 @@ def test_plan_llama() -> None:
     assert [row[1:3] for row in rows] == [["24", "GB"], ["80", "GB"], ["8", "x"]]
 
 
-@pytest.mark.full
+@pytest.mark.night
 def test_plan_benchmark(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
     options = ["--quick", "--no-compile", "--json", str(numbers)]

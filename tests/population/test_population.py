@@ -187,7 +187,7 @@ def test_every_number_changes_the_answer(name: str) -> None:
             assert moved.tolist() == (leaf != 0).tolist(), key
 
 
-@pytest.mark.parametrize("name", few(NAMES, ["adamw", "ranger"]))
+@pytest.mark.parametrize("name", few(NAMES, ["adamw", "ranger"], later="soak"))
 def test_one_graph_whatever_the_numbers_do(name: str, graphs) -> None:
     """bfloat16 includes Kahan compensation."""
     dtype = torch.bfloat16

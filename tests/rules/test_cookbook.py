@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import assert_moved_alike
 from own_rules import NormedLAMB, Sphere, Tangent, normed_lamb, sphere, tangent
-from tiers import few
+from tiers import few, row
 from torch import Tensor
 
 from optimi_func.testing import check_rule
@@ -101,8 +101,15 @@ def test_means_before_and_of_the_direction(small: None) -> None:
     check_rule(NormedLAMB, normed_lamb, compile=False, weight_decay=0.1)
 
 
-@pytest.mark.parametrize(("rule", "loop"), [(Tangent, tangent), (Sphere, sphere)])
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("rule", "loop", "compile"),
+    [
+        row(Tangent, tangent, False, id="tangent-False"),
+        row(Sphere, sphere, False, id="sphere-False"),
+        row(Tangent, tangent, True, id="tangent-True", tier="full"),
+        row(Sphere, sphere, True, id="sphere-True", tier="night"),
+    ],
+)
 def test_means_of_the_finished_delta(rule: Any, loop: Any, compile: bool) -> None:
     # A small move is what is left of x, and kernels round x otherwise.
     allowed = {"float32, kernels": 1e-3} if rule is Sphere and compile else {}
@@ -119,11 +126,16 @@ def test_rows_of_a_rule_with_numbers_of_a_step_begin_anew() -> None:
         assert (optimizer.state[w][name] != 0).any(1).tolist() == [False, True]
 
 
-@pytest.mark.full
-def test_kernels_measure_before_the_direction() -> None:
-    check_rule(cookbook.rule_of("lars"), cookbook.lars, trust=0.1, l2=0.1)
-    hyper, _ = cookbook.ROWS["kourkoutas"]
-    check_rule(cookbook.rule_of("kourkoutas"), cookbook.kourkoutas, hyper=hyper)
+@pytest.mark.parametrize(
+    ("name", "hyper"),
+    [
+        row("lars", {"trust": 0.1, "l2": 0.1}, id="lars", tier="full"),
+        row("kourkoutas", {}, id="kourkoutas", tier="night"),
+    ],
+)
+def test_kernels_measure_before_the_direction(name: str, hyper: Any) -> None:
+    hyper = hyper or {"hyper": cookbook.ROWS[name][0]}
+    check_rule(cookbook.rule_of(name), getattr(cookbook, name), **hyper)
 
 
 def test_check_rule_says_that_a_loop_is_nan() -> None:

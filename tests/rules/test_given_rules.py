@@ -12,7 +12,7 @@ from cookbook import drawn as noise_of
 from cookbook import drawn_whole
 from sgld import SGLD
 from sophia import Sophia
-from tiers import few
+from tiers import few, row
 from torch import Tensor, nn
 
 from optimi_func import compiled, population, prepare_for_gradient_release
@@ -638,12 +638,16 @@ REACHED: dict[str, Any] = {
 }
 
 
+# Kernels for these take seconds each; at night all rules have theirs.
+COMPILED = ("sums and join", "whole", "a default is not taken")
+
+
 @pytest.mark.parametrize(
     ("name", "compile"),
     [
-        pytest.param(name, on, marks=[pytest.mark.full] if on else [])
+        row(name, on, id=f"{name}-{on}", tier=tier if on else "")
         for name in REACHED
-        for on in (False, True)
+        for on, tier in ((False, ""), (True, "full" if name in COMPILED else "night"))
     ],
 )
 def test_other_methods_take_the_extras_of_the_direction(name: str, compile: bool) -> None:

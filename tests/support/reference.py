@@ -732,11 +732,9 @@ def muon_move(
         if hyperball:
             y = w - at.lr * w.norm() * o / o.norm()
             move = y * (w.norm() / y.norm()) - w
-        for i, row in enumerate(rows):
-            for k, column in enumerate(across):
-                seen[2][row, column] = v[i, k]
-                seen[3][row, column] = r[i, k]
-                seen[4][row, column] = move[i, k]
+        block = torch.tensor(rows).unsqueeze(1), torch.tensor(across)
+        for y, value in zip(seen[2:], (v, r, move)):
+            y[block] = value
     return moves - at.lam * p, new
 
 

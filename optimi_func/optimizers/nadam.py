@@ -33,13 +33,14 @@ class NAdam(Coupled, name="nadam"):
     Args:
         betas: b1 and b2, each in [0, 1): the fractions of m and v that carry over from one
             step to the next.
-        eps: Added to the square root of the bias-corrected second moment in the divisor.
+        eps: Added to the divisor, which is the square root of the bias-corrected second
+            moment.
         weight_decay: Coefficient of weight decay. By default, weight_decay * p is added to
             the gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
             instead. With decouple_lr=True, lr / max_lr * weight_decay * p is subtracted
             from p.
-        momentum_decay: How fast mu_t rises per step. With a larger momentum_decay, mu_t
-            rises faster.
+        momentum_decay: The rate at which mu_t rises from step to step. With a larger
+            momentum_decay, mu_t rises faster.
         decouple_wd: Subtract weight decay directly from the parameter instead of adding it
             to the gradient.
 

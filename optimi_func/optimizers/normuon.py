@@ -21,13 +21,13 @@ class NorMuon(Muon, name="normuon"):
         N  = O / (sqrt(r) + 1e-10)
         p <- p - lr * s * N * ||O|| / (||N|| + 1e-10) - lr * weight_decay * p
 
-    A Muon step has equal singular values, but some rows of the step (the neurons of a
-    layer) are much longer than other rows. NorMuon divides each row by its average length
-    in recent steps, and then scales the whole step back to the norm of Muon's step. r
-    stores one value for each row, in float32 or wider. r starts at 0 and needs no bias
-    correction, because dividing by ||N|| removes the bias. The norms are those of complete
-    matrices, even if a matrix is sharded. Each matrix of a stack, and each part of a
-    `split`, has its own norm. If `split` cuts between columns, r has one column for each
+    A Muon step has equal singular values, but some of its rows are much longer than others.
+    Each row belongs to one neuron of the layer. NorMuon divides each row by its average
+    length in recent steps, and then scales the whole step back to the norm of Muon's step.
+    r stores one value for each row, in float32 or wider. r starts at 0 and needs no bias
+    correction, because dividing by ||N|| removes the bias. If a matrix is sharded, NorMuon
+    uses the norm of the complete matrix. Each matrix of a stack, and each part of a
+    `split`, has its own norm. If `split` divides the columns, r has one column for each
     part. With transposed=True, the rows are the outputs of the layer.
 
     Args:

@@ -20,7 +20,7 @@ __all__ = ["Prodigy", "prodigy", "prodigy_init", "prodigy_step"]
 
 
 def kept_for(p: Tensor, kept: MomentStorage) -> MomentStorage:
-    """Return float32 in place of float16, in which d * g would be 0 while d is small."""
+    """Return float32 instead of float16, where d * g would be 0 while d is small."""
     low = dtype_in(p, kept) == torch.float16 and not in_codes(p, kept)
     return torch.float32 if low else kept
 
@@ -35,20 +35,20 @@ class Prodigy(Body, name="prodigy"):
         d <- max(d, d_coef * r / sum(|s|))
 
     The sums run over all parameters of a param group, and p0 is the value of a parameter
-    before its first step. d grows from d0 as long as the gradients keep moving the
-    parameters away from p0, up to about the distance between p0 and the solution. Use an lr
-    of 1, with a schedule that ends at 0.
+    before its first step. d starts at d0, and grows as long as the gradients keep moving
+    the parameters away from p0. d stops growing at about the distance between p0 and the
+    solution. Use an lr of 1, with a schedule that ends at 0.
 
     You can read the current d from `optimizer.param_groups[i]["d"]`, for example to log it.
-    You cannot set d, because d is computed from the state, but you can scale d with d_coef.
+    Because d is computed from the state, you cannot set d, but you can scale d with d_coef.
     Each param group has its own d. If several saved groups are loaded into one group, that
     group continues with the d that was saved for its first parameter.
 
     As in the paper, eps is multiplied by the d of the previous step, so that steps are the
     same with and without gradient release. The authors' code multiplies eps by the new d
-    instead. s is stored in float32 in every storage mode, and v is stored in float32 or in
-    8 bits, because bfloat16 could not represent the small changes of s and v. If m would be
-    stored in float16, it is stored in float32 instead, because d * g would underflow in
+    instead. In every storage mode, s is stored in float32, and v is stored in float32 or in
+    8 bits. bfloat16 could not represent the small changes of s and v. Where m would
+    otherwise be stored in float16, m is stored in float32, because d * g would underflow in
     float16.
 
     Args:
@@ -56,13 +56,13 @@ class Prodigy(Body, name="prodigy"):
             set safeguard_warmup=True.
         betas: b1 and b2, each in [0, 1): the fractions of m and v that carry over from one
             step to the next.
-        weight_decay: Coefficient of weight decay, which each step multiplies by d * lr, or
-            by d * lr / max_lr if decouple_lr=True.
+        weight_decay: Coefficient of weight decay. Each step multiplies weight_decay by d *
+            lr, or by d * lr / max_lr if decouple_lr=True.
         eps: The product d * eps is added to the square root of v.
         beta3: b3, in [0, 1): the fraction of r and s that carries over from one step to the
             next. None means sqrt(b2).
-        d0: The initial value of d, which should be so small that the first steps are far
-            too short for any problem.
+        d0: The initial value of d. Choose d0 so small that the first steps are much shorter
+            than any problem needs.
         d_coef: Factor on the estimates of d, usually from 0.5 to 2.
         growth_rate: The largest factor by which d can grow in one step, at least 1.
             growth_rate does not limit the growth from d0 to the first estimate.
@@ -165,7 +165,7 @@ class Prodigy(Body, name="prodigy"):
         return d / self.d0 * (self.move(t, d) * self.lr)
 
     def _unit_of(self, group: Group) -> list[Group]:
-        """Return the groups that share one d with a group."""
+        """Return all groups that have the same d as `group`."""
         alike = [x for x in self.param_groups if x["share_d"]]
         return alike if group["share_d"] else [group]
 
@@ -184,7 +184,7 @@ class Prodigy(Body, name="prodigy"):
         """Return a pure optimizer and its state, as `BaseOptimizer.functional` does.
 
         Raises:
-            ValueError: There are several groups, each with its own d. All errors of
+            ValueError: The optimizer has several groups, each with its own d. All errors of
                 `BaseOptimizer.functional` are raised, too.
         """
         if len(self._unit_of(self.param_groups[0])) < len(self.param_groups):

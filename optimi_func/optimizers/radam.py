@@ -14,7 +14,7 @@ __all__ = ["RAdam", "radam", "radam_init", "radam_step"]
 
 
 def rectification(t: Scalar, beta2: Scalar, least: float) -> tuple[bool | Tensor, Scalar]:
-    """Return whether rho > least, and return r. `least` must be at least 4."""
+    """Return whether rho > `least`, and the factor r. `least` must be 4 or more."""
     decayed = beta2**t
     rho_inf = 2.0 / (1.0 - beta2) - 1.0
     rho = rho_inf - 2.0 * t * decayed / (1.0 - decayed)
@@ -41,7 +41,7 @@ class Rectified(Moments):
 
 
 def _our_options(group: Group) -> Group:
-    """Return torch_form=True for groups of optimi_func.optim.RAdam, which leave it out."""
+    """Return torch_form=True for groups of optimi_func.optim.RAdam, which do not set it."""
     theirs = group.get("torch_form") == {} and "decouple_wd" not in group
     return {"torch_form": True} if theirs else {}
 
@@ -64,7 +64,8 @@ class RAdam(Rectified, name="radam"):
             the gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
             instead. With decouple_lr=True, lr / max_lr * weight_decay * p is subtracted
             from p.
-        eps: Added to the square root of the bias-corrected second moment in the divisor.
+        eps: Added to the divisor, which is the square root of the bias-corrected second
+            moment.
         decouple_wd: Subtract weight decay directly from the parameter instead of adding it
             to the gradient.
         torch_form: Add eps to the square root before the bias correction, as

@@ -12,19 +12,20 @@ __all__ = ["Ranger", "ranger", "ranger_init", "ranger_step"]
 
 
 class Ranger(Rectified, name="ranger"):
-    """Ranger: RAdam that pulls the weights towards a slow copy at every k-th step.
+    """Ranger: RAdam that pulls the weights towards a slow copy every k steps.
 
         slow <- slow + alpha * (p - slow),   p <- slow      every k-th step of RAdam
 
     Args:
         betas: b1 and b2, each in [0, 1): the fractions of m and v that carry over from one
             step to the next.
-        weight_decay: Coefficient of weight decay, which each step multiplies by lr, or by
-            lr / max_lr if decouple_lr=True. With decouple_wd=False, weight_decay * p is
-            added to the gradient instead.
-        eps: Added to the square root of the bias-corrected second moment in the divisor.
+        weight_decay: Coefficient of weight decay. Each step multiplies weight_decay by lr,
+            or by lr / max_lr if decouple_lr=True. With decouple_wd=False, weight_decay * p
+            is added to the gradient instead.
+        eps: Added to the divisor, which is the square root of the bias-corrected second
+            moment.
         k: Number of steps from one pull to the next, at least 1.
-        alpha: Fraction of the distance to p by which each pull moves the slow weights, in
+        alpha: Each pull moves the slow weights by this fraction of their distance to p, in
             [0, 1].
         decouple_wd: Subtract weight decay directly from the parameter instead of adding it
             to the gradient.

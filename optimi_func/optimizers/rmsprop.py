@@ -30,8 +30,8 @@ class RMSprop(Coupled, name="rmsprop"):
         p <- p - lr * g / (sqrt(v) + eps)
 
     With momentum, lr * b is subtracted from p, where b <- momentum * b + g / (sqrt(v) +
-    eps). With centered=True, v - m^2 replaces v, where m is the mean gradient, so that the
-    divisor is a standard deviation.
+    eps). With centered=True, the divisor is a standard deviation: v is replaced by v - m^2,
+    where m is the mean gradient.
 
     Args:
         alpha: Fraction of v (and of m) that carries over from one step to the next.
@@ -42,10 +42,10 @@ class RMSprop(Coupled, name="rmsprop"):
             from p.
         momentum: Fraction of b that carries over from one step to the next. With
             momentum=0, b is not stored. The momentum may change during a run.
-        centered: Divide by the root of the gradient's variance instead of the root of its
-            mean square.
-        tf_like: Use TensorFlow's formula, with which many results in reinforcement learning
-            were obtained. In this formula, v begins at 1, and eps is added to v before the
+        centered: Divide by the gradient's standard deviation instead of its root mean
+            square.
+        tf_like: Use TensorFlow's formula, as many published results in reinforcement
+            learning did. In this formula, v begins at 1, and eps is added to v before the
             square root is taken.
         decouple_wd: Subtract weight decay directly from the parameter instead of adding it
             to the gradient.
@@ -76,7 +76,7 @@ class RMSprop(Coupled, name="rmsprop"):
 
     @choice
     def averages(self) -> bool:
-        """True if there is a momentum."""
+        """True if momentum is on."""
         return is_on(self.momentum)
 
     class Plain(NamedTuple):

@@ -26,18 +26,18 @@ class Rprop(Body, name="rprop", lr="inside"):
         g <- 0 where g * g_prev < 0
         p <- p - sign(g) * size
 
-    Each step size is limited to the range that step_sizes gives. Rprop is made for
-    gradients that are computed from the whole data set, because the noise of mini-batches
-    flips the signs of gradients. lr is only the initial step size, so learning-rate
-    schedules have no effect.
+    Each step size stays within the range given by step_sizes. Rprop is made for gradients
+    that are computed from the whole data set, because the noise of mini-batches flips the
+    signs of gradients. lr is only the initial step size, so learning-rate schedules have no
+    effect.
 
     Args:
         lr: The initial step size of every element.
-        etas: The factors a and b. A step size shrinks by the factor a, in (0, 1), and grows
-            by the factor b, above 1.
+        etas: The factors a in (0, 1) and b above 1. Step sizes shrink by the factor a, and
+            grow by the factor b.
         step_sizes: The smallest and the largest step size.
-        weight_decay: Coefficient of weight decay, which each step multiplies by lr, or by
-            lr / max_lr if decouple_lr=True. torch's Rprop has no weight decay.
+        weight_decay: Coefficient of weight decay. Each step multiplies weight_decay by lr,
+            or by lr / max_lr if decouple_lr=True. torch's Rprop has no weight decay.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 

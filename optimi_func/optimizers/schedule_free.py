@@ -3,8 +3,8 @@
     z <- z + u,   x <- (1 - c) * x + c * z,   y <- (1 - b1) * z + b1 * x
 
 u is the update that the rule computes at y, and x is a weighted average of all z. The
-parameter holds y, at which gradients are computed, and the model is evaluated at x. x is
-not stored, because it can be computed as x = (y - (1 - b1) * z) / b1.
+parameter holds y. Gradients are computed at y, and the model is evaluated at x. x is not
+stored, because it can be computed as x = (y - (1 - b1) * z) / b1.
 """
 
 from typing import Any, NamedTuple
@@ -52,20 +52,22 @@ class Averaging(NamedTuple):
 class ScheduleFreeOptimizer(Evaluated, Body):
     """Base class of the Schedule-Free optimizers.
 
-    z is stored in float32 in every storage mode, and v is stored in float32 or in 8 bits,
-    because bfloat16 could not represent the small changes of z and v. lr may have a
-    schedule.
+    In every storage mode, z is stored in float32, and v is stored in float32 or in 8 bits.
+    bfloat16 could not represent the small changes of z and v. lr may have a schedule.
 
     Args:
         betas: b1 and b2. b1, in (0, 1), is the fraction of x in y = (1 - b1) * z + b1 * x.
             b2, in [0, 1), is the fraction of v that carries over from one step to the next.
-        weight_decay: Coefficient of weight decay, which each step multiplies by lr, or by
-            lr / max_lr if decouple_lr=True. Weight decay is computed from y, not from z.
-        eps: Added to the square root of the bias-corrected second moment in the divisor.
+        weight_decay: Coefficient of weight decay. Each step multiplies weight_decay by lr,
+            or by lr / max_lr if decouple_lr=True. Weight decay is computed from y, not from
+            z.
+        eps: Added to the divisor, which is the square root of the bias-corrected second
+            moment.
         warmup_steps: Number of steps over which lr grows linearly from 0.
-        r: The exponent of the step number t in the weight of step t in the average.
-        weight_lr_power: The exponent of the largest lr so far, including the warmup, in the
-            weight of step t in the average.
+        r: The weight of step t in the average is proportional to t^r.
+        weight_lr_power: The weight of a step in the average is proportional to
+            lr_max^weight_lr_power, where lr_max is the largest lr so far, including the
+            warmup.
     """
 
     class Running(NamedTuple):
@@ -105,7 +107,7 @@ class ScheduleFreeOptimizer(Evaluated, Body):
         return Averaging(weight, inner, beyond, after)
 
     def z_of(self, x: Tensor, s: "SGDState | State", r: Running) -> Tensor:
-        """Return z before a step: the parameter itself if no step has moved it."""
+        """Return z before a step, or the parameter itself if no step has moved it."""
         return s.z + where(r.weight_sum == 0, 1.0, 0.0) * (x - s.z)
 
     def after(self, x: Tensor, u: Tensor, s: "SGDState | State", t: float, r: Running):
@@ -264,8 +266,8 @@ class ScheduleFreeRAdam(Squares, name="schedule_free_radam"):
 
     Args:
         lr: Learning rate, usually larger than RAdam's.
-        silent_sgd_phase: Do not move the parameters while rho <= 4. With False, these steps
-            are SGD steps with weight decay.
+        silent_sgd_phase: Do not move the parameters while rho <= 4. With False, steps with
+            rho <= 4 are SGD steps with weight decay.
 
     Arguments not named here are described under `ScheduleFreeOptimizer` and
     `BaseOptimizer`.

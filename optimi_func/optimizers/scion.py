@@ -20,9 +20,9 @@ class Scion(Muon, name="scion"):
 
     L(b) has a norm of 1. For a matrix with m rows and n columns, L(b) is sqrt(m / n) times
     Muon's X, or sign(b) / n if norm="sign". For a vector, L(b) is b divided by the root
-    mean square of b. With a weight_decay of 1, parameters that begin inside the ball with
-    the given radius stay inside this ball. With these norms, the same lr and radius work
-    for models of all widths.
+    mean square of b. With a weight_decay of 1, parameters that begin inside the ball of the
+    given radius stay inside the ball. With these norms, the same lr and radius work for
+    models of all widths.
 
     Args:
         weight_decay: Factor on lr * p. The value 1 selects the paper's constrained variant,

@@ -31,9 +31,9 @@ class SGD(Body, name="sgd"):
             the gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
             instead. With decouple_lr=True, lr / max_lr * weight_decay * p is subtracted
             from p.
-        dampening: True makes b a moving average by setting the dampening to momentum. A
-            number has the same meaning as in torch.optim.SGD, where b begins as the first
-            gradient.
+        dampening: True sets the dampening to the value of momentum, so that b is a moving
+            average. A number has the same meaning as in torch.optim.SGD, and b begins as
+            the first gradient.
         decouple_wd: Subtract weight decay directly from the parameter instead of adding it
             to the gradient.
         torch_init: Initialize b with the first gradient even if dampening=True.
@@ -79,7 +79,7 @@ class SGD(Body, name="sgd"):
 
     @choice
     def averages(self) -> bool:
-        """True if there is a momentum, even if its schedule is 0 at some steps."""
+        """True if momentum is on, even if its schedule is 0 at some steps."""
         return is_on(self.momentum)
 
     @property

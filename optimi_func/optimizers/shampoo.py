@@ -36,12 +36,12 @@ class Shampoo(SOAP, name="shampoo"):
         p <- p - lr * u * ||a|| / ||u|| - lr * weight_decay * p
 
     Here g is the gradient of a matrix, a is the step that Adam would take, and u is scaled
-    to the norm of a. m, L and R are used after bias correction. The order of the roots is
-    twice the number of dimensions that have a factor, so it is four if both dimensions of a
-    matrix have a factor.
+    to the norm ||a||. The formulas use m, L and R after bias correction. The order of the
+    roots is twice the number of dimensions that have a factor. If both dimensions of a
+    matrix have a factor, the roots are fourth roots.
 
     KL-Shampoo (kl=True) fits both factors jointly to the covariance of the gradients. For
-    an m x n matrix, its formulas are
+    an m x n matrix, KL-Shampoo's formulas are
 
         L <- b3 * L + (1 - b3) / n * g R^-1 g^T
         R <- b3 * R + (1 - b3) / m * g^T L^-1 g
@@ -49,28 +49,28 @@ class Shampoo(SOAP, name="shampoo"):
 
     In KL-Shampoo, u already has the size of Adam's step, so Adam's v is not stored.
 
-    The first step only initializes L, R and their roots, and moves the parameters only by
-    weight decay. After that, every precondition_frequency-th step ends with a decomposition
-    of L and R that computes new roots. KL-Shampoo stores eigenvectors and eigenvalues
-    instead of roots. In every precondition_frequency-th step, KL-Shampoo recomputes the
-    eigenvectors as QR(L Q). The eigenvalues are moving averages over all steps, initialized
-    to 0.1. Vectors, and matrices without a factor for any dimension, are updated by Adam.
-    If you differentiate through a step, the roots are treated as constants.
+    The first step initializes L, R and their roots, and moves the parameters only by weight
+    decay. After that, every precondition_frequency-th step ends by decomposing L and R and
+    computing new roots. KL-Shampoo stores eigenvectors and eigenvalues instead of roots. In
+    every precondition_frequency-th step, KL-Shampoo replaces the eigenvectors Q by QR(L Q).
+    KL-Shampoo's eigenvalues start at 0.1, and are moving averages over all steps. Adam
+    updates vectors, and matrices in which no dimension has a factor. If you differentiate
+    through a step, the roots are treated as constants.
 
     Args:
         betas: b1 and b2, each in [0, 1): the fractions of m and of Adam's v that carry over
             from one step to the next.
-        weight_decay: Coefficient of weight decay, which each step multiplies by lr, or by
-            lr / max_lr if decouple_lr=True.
-        eps: Added to the square root of Adam's v and, in KL-Shampoo, to the product of the
-            roots by which m is divided.
+        weight_decay: Coefficient of weight decay. Each step multiplies weight_decay by lr,
+            or by lr / max_lr if decouple_lr=True.
+        eps: Added to the square root of Adam's v. In KL-Shampoo, eps is also added to the
+            product of roots by which m is divided.
         shampoo_beta: b3, in [0, 1): the fraction of L and R that carries over from one step
             to the next. A value below 0 means b2.
         correct_bias: Apply bias correction to m, v, L and R. KL-Shampoo's authors use
             False.
         kl: Use KL-Shampoo.
-        graft: Scale u to the norm of Adam's step, for which Adam's v has to be stored. None
-            means True for Shampoo and False for KL-Shampoo.
+        graft: Scale u to the norm of Adam's step. To compute this norm, Shampoo also stores
+            Adam's v. None means True for Shampoo and False for KL-Shampoo.
 
     Arguments not named here are described under `SOAP`, or under `BaseOptimizer` if all
     optimizers share them.
@@ -176,7 +176,7 @@ def begun(factors: Squares) -> tuple[Tensor, Tensor]:
 
 
 def turned(factors: Squares, bases: Squares, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return KL-Shampoo's eigenvectors after an iteration, and its eigenvalues."""
+    """Return KL-Shampoo's eigenvectors after a QR iteration, and the same eigenvalues."""
     images = [factors[i] @ q for i, q in bases.items()]
     return torch.cat([torch.linalg.qr(x)[0].flatten() for x in images]), values
 

@@ -35,35 +35,34 @@ class SOAP(Body, name="soap"):
     normalizes each element of the gradient separately. SOAP first rotates the gradient, and
     therefore normalizes combinations of rows and columns that are nearly uncorrelated.
 
-    The first step only initializes L and R and sets Q_L and Q_R to their eigenvectors, and
-    it moves the parameters only by weight decay. After that, every
-    precondition_frequency-th step ends with Q <- QR(L Q), which is expensive. This step
-    also reorders v like the columns of Q, and rotates m into the new bases. A pure step
-    that is traced, vmapped or run on an accelerator cannot read its step count. Such a step
-    always computes new bases, and uses them only if they are due. If you differentiate
-    through a step, the bases are treated as constants.
+    The first step initializes L and R, and sets Q_L and Q_R to the eigenvectors of L and R.
+    In the first step, only weight decay moves the parameters. After that, every
+    precondition_frequency-th step ends with an expensive update of the bases, Q <- QR(L Q).
+    This update also reorders v like the columns of Q, and rotates m into the new bases. A
+    pure step that is traced, vmapped or run on an accelerator cannot read its step count.
+    Such a step always computes new bases, and uses the result only if new bases are due. If
+    you differentiate through a step, the bases are treated as constants.
 
     SOAP's state is stored in float32 or wider. The state consists of m and v, which have
-    the shape of p, and of the vectors `factors` and `bases`, which contain n^2 elements for
-    each rotated dimension of size n.
+    the shape of p, and of the vectors `factors` and `bases`. Each of the two vectors
+    contains n^2 elements for each rotated dimension of size n.
 
     Args:
         betas: b1 and b2, each in [0, 1): the fractions of m and v that carry over from one
             step to the next.
-        weight_decay: Coefficient of weight decay, which each step multiplies by lr, or by
-            lr / max_lr if decouple_lr=True.
+        weight_decay: Coefficient of weight decay. Each step multiplies weight_decay by lr,
+            or by lr / max_lr if decouple_lr=True.
         eps: Added to the square root of v, before the bias correction.
         shampoo_beta: b3, in [0, 1): the fraction of L and R that carries over from one step
             to the next. A value below 0 means b2.
         precondition_frequency: Number of steps from one change of the bases to the next.
-        max_precond_dim: The size of the longest dimension that is rotated. With the
-            default, an embedding with a larger vocabulary is rotated only along its width,
-            and a convolution is rotated along each dimension.
+        max_precond_dim: Largest size of a dimension that is rotated. With the default, an
+            embedding with a larger vocabulary is rotated only along its width, and a
+            convolution is rotated along each dimension.
         merge_dims: Merge neighbouring dimensions as long as the product of their sizes is
             at most max_precond_dim.
         precondition_1d: Rotate vectors too. By default, vectors are updated by Adam.
-        normalize_grads: Divide the update of each parameter by the root mean square of that
-            update.
+        normalize_grads: Divide each parameter's update by the update's root mean square.
         correct_bias: Apply bias correction. With False, c = 1.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
@@ -107,7 +106,7 @@ class SOAP(Body, name="soap"):
             check_whole(name, getattr(self, name), 1)
 
     def sides(self, shape: torch.Size) -> tuple[list[int], dict[int, int]]:
-        """Return the shape, perhaps merged, and the rotated dimensions with their sizes."""
+        """Return the shape, perhaps merged, and the sizes of the rotated dimensions."""
         sizes, most = list(shape), self.max_precond_dim
         if self.merge_dims and len(shape) > 1:
             sizes = [1]
@@ -169,13 +168,13 @@ def is_readable(x: Tensor) -> bool:
 
 
 def squares(flat: Tensor, sides: dict[int, int]) -> Squares:
-    """Return the matrices in a vector of `State`."""
+    """Return the square matrices that a vector of `State` contains."""
     parts = flat.split([n * n for n in sides.values()])
     return {i: x.unflatten(0, (n, n)) for (i, n), x in zip(sides.items(), parts)}
 
 
 def known(flat: Tensor, sides: dict[int, int], at: Any) -> Squares:
-    """Return the bases, detached, because they have no derivative at equal eigenvalues."""
+    """Return detached bases, because they have no derivative at equal eigenvalues."""
     bases = squares(flat.detach(), sides)
     # Of a leaf whose first gradient comes late in its tree: they are not known yet.
     for i, q in bases.items():
@@ -200,7 +199,7 @@ def changed(
 
 
 def rotated(x: Tensor, bases: Squares, back: bool = False) -> Tensor:
-    """Return x with each dimension rotated into its basis, or, with `back`, out of it."""
+    """Return x with each dimension rotated into its basis, or back if `back` is True."""
     for i, q in bases.items():
         x = (x.movedim(i, -1) @ (q.mT if back else q)).movedim(-1, i)
     return x
@@ -209,8 +208,8 @@ def rotated(x: Tensor, bases: Squares, back: bool = False) -> Tensor:
 def eigh(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues and eigenvectors, computed in float64 where float32 fails.
 
-    If many rows are 0, LAPACK may fail in float32, with an error or with NaN. A compiled
-    graph does not check for NaN. A transformation of torch.func cannot check for NaN, so it
+    If many rows are 0, LAPACK may raise an error or return NaN in float32. A compiled graph
+    does not check for NaN. A transformation of torch.func cannot check for NaN, so it
     always uses float64.
     """
     if torch.compiler.is_compiling():

@@ -17,16 +17,16 @@ class StableAdamW(Moments, name="stableadamw"):
         p <- p - (lr / max(1, RMS)) * (mhat / (sqrt(vhat) + eps) + weight_decay * p)
 
     mhat and vhat are Adam's moments after bias correction. Each tensor has its own RMS.
-    Dividing lr by max(1, RMS) is Adafactor's update clipping (arXiv:1804.04235), which
-    replaces gradient clipping and has no hyperparameter.
+    Dividing lr by max(1, RMS) is Adafactor's update clipping (arXiv:1804.04235). This
+    update clipping replaces gradient clipping and has no hyperparameter.
 
     Args:
         betas: b1 and b2, each in [0, 1): the fractions of m and v that carry over from one
             step to the next.
-        weight_decay: Coefficient of weight decay, which each step multiplies by lr / max(1,
-            RMS). With decouple_lr=True, this factor is also divided by max_lr.
-        eps: Added to the square root of the bias-corrected second moment in the divisor.
-            eps^2 is also the lower bound of vhat in the formula for RMS^2.
+        weight_decay: Coefficient of weight decay. Each step multiplies weight_decay by lr /
+            max(1, RMS). With decouple_lr=True, the product is also divided by max_lr.
+        eps: Added to the divisor, which is the square root of the bias-corrected second
+            moment. eps^2 is also the lower bound of vhat in the formula for RMS^2.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 

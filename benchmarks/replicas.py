@@ -252,8 +252,9 @@ def worker(question: str, way: str, number: str, store: str, given: str) -> None
     answer = {"peaks": peaks, "times": times}[question](way, config)
     dist.barrier()
     if rank == 0:
-        print(json.dumps(answer))
+        print(json.dumps(answer), flush=True)
     dist.destroy_process_group()
+    os._exit(0)  # at exit, torch's threads sometimes end the process with an error
 
 
 def asked(question: str, way: str, config: Config, preload: str = "") -> Any:

@@ -349,9 +349,9 @@ def page(name: str) -> str:
         "`compile`, `storage` and `cautious_decay`.",
         "## State",
         f"For each parameter, {documented.title} stores {note.state}. The table shows "
-        f"the bytes per element for a {SIDE} x {SIDE} matrix. The last column of the table "
-        "also includes the gradient, which [gradient release](../release.md) frees during "
-        "the backward pass.",
+        f"the number of bytes per element for a {SIDE} x {SIDE} matrix. The last column of "
+        "the table also includes the gradient, which [gradient release](../release.md) "
+        "frees during the backward pass.",
         memory(name, note),
         "\n".join(f"- {fact}" for fact in facts(name)),
         "## Coming from elsewhere",
@@ -371,9 +371,10 @@ def index() -> str:
     rows = [
         "# Optimizers",
         "",
-        "Every optimizer is available both as a class and as a pure function. You use the "
-        "classes like those in torch.optim. Each optimizer has its own page with programs "
-        "to copy, the update formula, typical hyperparameters and the size of the state. "
+        "Every optimizer is available both as a class and as a pure function. Use the "
+        "classes the same way you would use the optimizers in torch.optim. Each optimizer "
+        "has its own page with programs to copy, the update formula, typical "
+        "hyperparameters and the size of the state. "
         "[Choose an optimizer](../choose.md) helps you decide which optimizer to use.",
         "",
         "```python",
@@ -383,9 +384,10 @@ def index() -> str:
         "-0.001 -0.001",
         "```",
         "",
-        "The last two columns show the bytes of state per parameter, first for float32 "
-        "parameters and then for bfloat16 parameters with the default storage mode. The "
-        "bytes for bfloat16 parameters include 2 bytes for the Kahan compensation.",
+        "The last two columns show the size of the state in bytes per parameter, first for "
+        "float32 parameters and then for bfloat16 parameters with the default storage "
+        "mode. The size for bfloat16 parameters includes 2 bytes for the Kahan "
+        "compensation.",
         "",
         "| class | pure function | what it does | float32 | bfloat16 |",
         "|---|---|---|---|---|",

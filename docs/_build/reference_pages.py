@@ -256,8 +256,8 @@ def compiled_steps() -> str:
         "## By optimizer",
         "Functions whose names end in `_step` return new parameters and a new state. "
         "Functions whose names end in `_step_` overwrite the parameters and the state that "
-        "you pass. The next two entries describe both functions for AdamW. The functions "
-        "for the other optimizers work in the same way.",
+        "you pass. The next two entries describe the two functions for AdamW. The "
+        "functions for the other optimizers work in the same way.",
         entry(f"{module}.adamw_step", level=3),
         entry(f"{module}.adamw_step_", level=3),
     ]

@@ -4,8 +4,8 @@ Gradients, Zhuang et al. 2020 (arXiv:2010.07468).
 v = b2 v + (1 - b2) (g - m)^2 + eps, x -= lr m / sqrt(v)
 
 Use AdaBelief instead of Adam for image models, GANs and recurrent networks.
-The results depend strongly on eps. Values of eps from 1e-16 to 1e-8 are
-usual.
+The results depend strongly on eps. Typical values of eps lie between 1e-16
+and 1e-8.
 """
 
 from typing import NamedTuple

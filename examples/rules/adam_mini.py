@@ -4,9 +4,9 @@
 v = b2 v + (1 - b2) mean(g^2), one v for each row, x -= lr m / sqrt(v)
 
 Use Adam-mini for language models if Adam's state is too large. Adam-mini's
-state is half as large as Adam's, because Adam-mini stores only one second
-moment for each row. The paper uses one second moment per row for MLPs and
-output layers.
+state is half as large as Adam's, because Adam-mini stores only one
+second-moment value per row. In the paper, MLPs and output layers have one
+second-moment value per row.
 """
 
 from typing import NamedTuple

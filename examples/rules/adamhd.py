@@ -6,8 +6,8 @@ else x - tau delta sign(x),
 tau = lr weight_decay, delta = a running mean of |x|
 
 Use AdamHD for pretraining. In AdamHD, weight decay reduces small weights in
-proportion to their size. Large weights are reduced by a constant amount, as
-with an L1 penalty.
+proportion to their size. Like an L1 penalty, weight decay in AdamHD reduces
+large weights by a constant amount.
 """
 
 from typing import NamedTuple

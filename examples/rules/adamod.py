@@ -3,8 +3,8 @@ Ding et al. 2019 (arXiv:1910.12249).
 
 s = b3 s + (1 - b3) lr / sqrt(v), x -= min(lr / sqrt(v), s) m
 
-Use AdaMod to train transformers without a warmup. AdaMod limits the step
-size of each element to a running mean of the element's own step sizes.
+Use AdaMod to train transformers without a warmup. AdaMod caps the step size
+of each element at a running mean of the element's step sizes.
 """
 
 from typing import NamedTuple

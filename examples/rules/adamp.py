@@ -5,8 +5,8 @@ d = m / sqrt(v), without its part along x if g is almost orthogonal to x,
 x -= lr d
 
 Use AdamP for networks with normalization layers, because weights in such
-networks keep growing under Adam. From each update, AdamP removes the
-component that would only change the norm of the weight.
+networks keep growing under Adam. AdamP removes the component of each update
+that would only change the norm of the weight.
 """
 
 from typing import NamedTuple

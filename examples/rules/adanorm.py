@@ -4,8 +4,9 @@ Dubey et al. 2022 (arXiv:2210.06364).
 n = gamma n + (1 - gamma) |g|, m = 0.9 m + 0.1 g max(1, n / |g|), x -= lr m
 
 Use AdaNorm for image networks. If the norm of a gradient is below the
-running mean of this norm, AdaNorm scales the gradient up to the running
-mean. This file combines AdaNorm only with momentum, not with Adam.
+running mean of the norms, AdaNorm scales the gradient so that its norm
+equals the running mean. This file combines AdaNorm with momentum, not with
+Adam.
 """
 
 from typing import NamedTuple

@@ -5,7 +5,7 @@ v = b v + (1 - b) g[t - n]^2,
 x -= lr mean(g[t - n + 1], ..., g[t]) / sqrt(v)
 
 Use AdaShift for problems on which Adam does not converge. AdaShift
-normalizes each gradient with a second moment that contains only older
+normalizes each gradient by a second moment that is computed only from older
 gradients.
 """
 

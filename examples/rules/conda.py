@@ -5,8 +5,8 @@ v = b2 v + (1 - b2) (U^T g)^2, x -= lr U (U^T m / sqrt(v)),
 where U S V^T = m at every `gap`-th step
 
 Use Conda for language models. Conda runs Adam in the basis of the
-momentum's singular vectors, and divides the projected momentum by the root
-of a second moment.
+momentum's singular vectors. In this basis, Conda divides the momentum by
+the square root of the second moment.
 """
 
 from typing import NamedTuple

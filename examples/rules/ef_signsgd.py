@@ -4,8 +4,8 @@ Karimireddy et al. 2019 (arXiv:1901.09847).
 p = g + e, x -= lr mean(|p|) sign(p), e = p - mean(|p|) sign(p)
 
 Use EF-SignSGD if gradients are compressed to their signs. EF-SignSGD adds
-the error of each compression to the next gradient (error feedback), so that
-sign-based steps converge. Keep lr constant, or change it slowly.
+the error of each compression to the next gradient. This error feedback
+makes sign-based steps converge. Keep lr constant, or change it slowly.
 """
 
 from typing import NamedTuple

@@ -3,7 +3,7 @@
 
 x -= lr |m| / sqrt(v) sign(g)
 
-Use Grams if each element of a step should have the size of Adam's step, but
+Use Grams if each element of a step should be as large as in Adam, but
 follow the sign of the current gradient. Grams is related to the option
 `cautious=True` of other optimizers.
 """

@@ -5,7 +5,7 @@ m = b1 m + (1 - b1) g / sqrt(v), x -= lr m
 
 Use LaProp for noisy gradients. LaProp normalizes each gradient before
 adding it to the momentum, so b1 can be near 1 while b2 is small. Adam
-diverges with such a combination of b1 and b2.
+diverges if b1 is near 1 and b2 is small.
 """
 
 from typing import NamedTuple

@@ -5,7 +5,7 @@ v = b2 v + (1 - b2) (g - m)^2, n = b1 n + (1 - b1) g / sqrt(v), x -= lr n
 
 Use MVN-Grad for spiky gradients. MVN-Grad divides each gradient by the
 gradient's standard deviation before adding it to the momentum. LaProp
-instead divides by the root mean square.
+divides by the root mean square of the gradients instead.
 """
 
 from typing import NamedTuple

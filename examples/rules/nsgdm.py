@@ -4,8 +4,7 @@
 m = b m + (1 - b) g, x -= lr m / |m|
 
 Use NSGDM for gradients with heavy-tailed noise, and for differentially
-private training. In NSGDM, the step of each tensor has a Euclidean norm of
-lr.
+private training. In NSGDM, the Euclidean norm of each tensor's step is lr.
 """
 
 from typing import NamedTuple

@@ -5,7 +5,7 @@ x -= lr |m|_* polar(m), where |m|_* is the sum of the singular values
 
 Use PolarGrad instead of Muon if the steps should shrink together with the
 gradient. This file computes a singular value decomposition, whereas
-`Muon(adjust_lr_fn="nuclear")` uses an iteration.
+`Muon(adjust_lr_fn="nuclear")` uses an iterative method.
 """
 
 from typing import NamedTuple

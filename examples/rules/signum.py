@@ -3,8 +3,8 @@ Bernstein et al. 2018 (arXiv:1802.04434).
 
 m = b m + (1 - b) g, x -= lr sign(m)
 
-Use Signum if you want to store only half as much state as with Adam. Signum
-is also a baseline for Lion, and for distributed training in which processes
+Use Signum if you want to store only half as much state as Adam. Signum is
+also a baseline for Lion, and for distributed training in which processes
 vote on signs.
 """
 

@@ -3,9 +3,9 @@ Pre-training, Liu et al. 2023 (arXiv:2305.14342).
 
 m = 0.96 m + 0.04 g, x -= lr clip(m / (rho h), -1, 1)
 
-Use Sophia for pretraining. As the extra argument `hessian`, your program
-has to pass either the Hessian's diagonal or a mean of several estimates of
-this diagonal.
+Use Sophia for pretraining. Your program has to pass the Hessian's diagonal
+to the optimizer as `hessian`. Instead of the exact diagonal, you can pass a
+mean of several estimates.
 """
 
 from typing import NamedTuple

@@ -29,7 +29,7 @@ def torchs_options(group: Group) -> Group:
 
 
 def our_options(group: Group) -> Group:
-    """Return the options that make this class continue a torch.optim.Adafactor group."""
+    """Return the options with which this class continues a torch.optim.Adafactor group."""
     options = {"torch_form": True, "flatten": False, "beta1": None}
     return options if "beta2_decay" in group and group.get("torch_form", {}) == {} else {}
 
@@ -70,20 +70,20 @@ class Adafactor(Body, name="adafactor"):
     package does not.
 
     Args:
-        eps: The pair (eps1, eps2). eps1 is added to the squared gradients, and eps2 is the
-            smallest RMS(p) that scale_parameter uses.
+        eps: The pair (eps1, eps2). eps1 is added to the squared gradients, and eps2 is a
+            lower bound for RMS(p) in scale_parameter.
         clip_threshold: The largest RMS that a direction U may have. Directions with a
             larger RMS are scaled down. inf turns off this clipping.
         decay_rate: Exponent of t in the formula for b, at most 0, for example -0.8.
         beta1: If beta1 is a number in [0, 1), each step uses a moving average of the
-            directions U instead of U. beta1 is the fraction of this average that carries
-            over from one step to the next. The average takes 4 bytes per element of the
-            parameter. None turns off averaging.
+            directions U instead of the current U. beta1 is the fraction of this average
+            that carries over from one step to the next. The average takes 4 bytes per
+            element of the parameter. None turns off averaging.
         weight_decay: Coefficient of weight decay. Each step multiplies weight_decay by lr,
             or by lr / max_lr if decouple_lr=True.
         scale_parameter: Multiply U by max(eps2, RMS(p)), so that lr is relative to the size
             of the parameter.
-        relative_step: Multiply U by min(lr, 1 / sqrt(t)) instead of lr. Where you would
+        relative_step: Multiply U by min(lr, 1 / sqrt(t)) instead of by lr. Where you would
             pass lr=None to transformers, pass lr=1e-2.
         torch_form: Use the formulas of torch.optim.Adafactor: scale_parameter and
             relative_step are turned on, and eps1 is not added to the squared gradients.
@@ -162,7 +162,7 @@ class Adafactor(Body, name="adafactor"):
             check_number("epsilon", "eps[0]", self.eps[0])
 
     def shape(self, p: Tensor) -> list[int]:
-        """Return the shape in which a tensor is a stack of matrices."""
+        """Return the shape of a tensor that is viewed as a stack of matrices."""
         first, *rest = p.shape
         return [first, math.prod(rest)] if self.flatten else [first, *rest]
 
@@ -180,7 +180,7 @@ class Adafactor(Body, name="adafactor"):
 
     @property
     def whole(self) -> Callable[..., tuple[Tensor, State]]:
-        """The method that maps directions, with the parameter if RMS(p) scales the step."""
+        """The method that maps directions. It takes p only if RMS(p) scales the step."""
         return self.scaled if self.scale_parameter or self.torch_form else self.alone
 
     def alone(self, d: Tensor, s: State, t: Scalar, lr: Scalar):
@@ -223,7 +223,7 @@ class Adafactor(Body, name="adafactor"):
         return u, self.State(row, col, var, avg)
 
     def relative(self, t: Scalar, lr: Scalar) -> Scalar:
-        """Return the factor (at most 1) by which relative_step reduces lr."""
+        """Return the factor (at most 1) by which relative_step multiplies lr."""
         most = lr if self.relative_step or self.torch_form else 0.0
         longer = most * sqrt(t)
         return 1.0 / choose(longer > 1.0, longer, 1.0)

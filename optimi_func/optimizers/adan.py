@@ -36,7 +36,8 @@ class Adan(Body, name="adan"):
 
     Args:
         betas: b1, b2 and b3, each in [0, 1): the fractions of m, w and n that carry over
-            from one step to the next. The paper's betas are 1 minus these values.
+            from one step to the next. Each beta in the paper is 1 minus the corresponding
+            beta here.
         weight_decay: Coefficient of weight decay. Each step multiplies weight_decay by lr,
             or by lr / max_lr if decouple_lr=True.
         eps: Added to the divisor, which is the square root of the bias-corrected second

@@ -23,7 +23,7 @@ class AdEMAMix(Body, name="ademamix"):
     m1hat and vhat are m1 and v after Adam's bias correction. m2 has no bias correction.
     Through the slow mean m2, a gradient influences tens of thousands of later steps. m2 and
     v are stored in float32 in every storage mode, because bfloat16 would round away the
-    small changes of m2 and v in each step.
+    small changes in m2 and v in each step.
 
     Args:
         betas: b1, b2 and b3, each in [0, 1): the fractions of m1, v and m2 that carry over
@@ -36,8 +36,8 @@ class AdEMAMix(Body, name="ademamix"):
         alpha_warmup: Number of steps over which alpha grows linearly from 0, usually the
             length of the whole run. alpha_warmup is not part of the state, so pass it again
             when you resume a run.
-        beta3_warmup: Number of steps over which b3(t) grows from b1 to b3. The half-life of
-            m2 grows linearly during these steps.
+        beta3_warmup: Number of steps over which b3(t) grows from b1 to b3. During this
+            warmup, the half-life of m2 grows linearly.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 

@@ -30,7 +30,7 @@ class ADOPT(Body, name="adopt"):
     The first step sets v = g^2 and does not move the parameters. When a gradient is divided
     by the root of v, v does not yet contain this gradient. ADOPT therefore converges with
     any b2, whereas Adam may not converge. v is stored in float32 in every storage mode,
-    because bfloat16 would round away the small change of v in each step.
+    because bfloat16 would round away the small change in v in each step.
 
     Args:
         betas: b1 and b2, each in [0, 1): the fractions of m and v that carry over from one

@@ -22,30 +22,30 @@ class Kron(Body, name="kron"):
         u  = Q^T Q d,   Q = the product of a Q_i for each dimension
         p <- p - lr * u * min(1, 1.1 / rms(u)) - lr * weight_decay * p
 
-    Q is the Kronecker product of one triangular factor Q_i for each dimension of the
+    Q is the Kronecker product of triangular factors Q_i, one for each dimension of the
     parameter. Each Q_i begins as the identity. Q_i is diagonal instead of triangular if the
     parameter is a vector, if dimension i has size 1, or if dimension i is larger than
     max_size_triangular.
 
     A fit of the preconditioner updates all factors: Q_i <- Q_i - precond_lr * triu(A - B)
-    Q_i / |A + B|. Here A is the Gram matrix of Q d along dimension i, B is the Gram matrix
-    of Q^-T z along dimension i, and z contains standard normal random numbers. Because a
-    fit is expensive, only a fraction of the steps includes a fit. At step t this fraction
-    is max(precond_update_prob, exp((f + 1 - t) / 2f)), with f = precond_flat_start. The
-    steps with a fit are spread evenly. A pure step that is traced, vmapped or run on an
-    accelerator cannot read its step count. Such a step always computes a fit, and uses the
-    result only if a fit is due.
+    Q_i / |A + B|. Here A and B are the Gram matrices of Q d and Q^-T z along dimension i.
+    The tensor z contains standard normal random numbers. Because a fit is expensive, only a
+    fraction of the steps includes a fit. At step t, this fraction is
+    max(precond_update_prob, exp((f + 1 - t) / 2f)), with f = precond_flat_start. The steps
+    with a fit are spread evenly. If a pure step cannot read its step count, the step always
+    computes a fit, and uses the result only if a fit is due. A pure step cannot read its
+    step count if it is traced, vmapped or run on an accelerator.
 
     Args:
         momentum: Fraction of m that carries over from one step to the next, in [0, 1).
         weight_decay: Coefficient of weight decay. Each step multiplies weight_decay by lr,
             or by lr / max_lr if decouple_lr=True.
-        precond_lr: Step size of a fit: a factor on the change of each Q_i.
+        precond_lr: Step size of a fit: a factor on the change in each Q_i.
         precond_update_prob: Lowest fraction of steps that include a fit, in [0, 1].
-        precond_flat_start: Number of initial steps that all include a fit. After these
-            steps, the fraction of steps with a fit falls.
+        precond_flat_start: Number of initial steps that all include a fit. After the
+            initial steps, the fraction of steps with a fit falls.
         max_size_triangular: Largest size of a dimension for which Q_i is triangular.
-        seed: Seed of the random numbers z that the steps draw.
+        seed: Seed of the random numbers z that are drawn for the fits.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
@@ -114,7 +114,7 @@ class Kron(Body, name="kron"):
 
 
 def along(q: Tensor, x: Tensor, i: int) -> Tensor:
-    """Return Q x along dimension i."""
+    """Return x multiplied by Q along dimension i."""
     y = x.movedim(i, -1)
     return (y * q if q.dim() == 1 else y @ q.mT).movedim(-1, i)
 

@@ -39,7 +39,7 @@ class LAMB(Moments, name="lamb"):
 
     If a tensor is sharded, LAMB uses the norm of the complete tensor. Biases and the gains
     of norm layers are usually updated by AdamW instead of LAMB, as in the authors' code,
-    apex and timm. To combine LAMB with AdamW in this way, write
+    apex and timm. To use LAMB for matrices and AdamW for all other parameters, write
     `Mixed(named, (matrices, lamb(lr=...)), rest=adamw(lr=...))`. This package's LAMB does
     not clip gradients, whereas timm's LAMB clips the global norm of the gradients to 1.
 

@@ -21,7 +21,7 @@ class Lion(Corrected, name="lion"):
     than AdamW's, and multiply AdamW's weight_decay by the same factor.
 
     Args:
-        betas: b1 and b2, each in [0, 1). b1 is the factor on m in the step, and b2 is the
+        betas: b1 and b2, each in [0, 1). b1 is the weight of m in the step, and b2 is the
             fraction of m that carries over to the next step.
         weight_decay: Coefficient of weight decay. Each step multiplies weight_decay by lr,
             or by lr / max_lr if decouple_lr=True.

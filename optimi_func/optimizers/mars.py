@@ -41,7 +41,7 @@ class Corrected(Body):
 
     @property
     def accumulate(self) -> Callable[..., Any] | None:
-        """None for corrected gradients, because micro-batches have no previous gradient."""
+        """None if gradients are corrected: micro-batches have no previous gradient."""
         return self.accumulated if self.mars is None else None
 
     @property

@@ -73,10 +73,10 @@ class Mixed(Evaluated):
     Each param group that you pass is divided into smaller groups: one for each part that
     selects at least one of the group's parameters. The smaller groups have the same order
     as the parts. Each smaller group stores the name of its rule under "rule", and the
-    rule's hyperparameters under torch's names. If the group that you pass contains
-    hyperparameters, they override those of the part. Schedulers, trainers, checkpoints,
-    gradient release and storage modes treat a Mixed as one optimizer. `train()` and
-    `eval()` act on the parts that support them, such as schedule_free_adamw.
+    rule's hyperparameters under torch's names. Hyperparameters in the group that you pass
+    override those of the part. Schedulers, trainers, checkpoints, gradient release and
+    storage modes treat a Mixed as one optimizer. `train()` and `eval()` act on the parts
+    that support these methods, such as schedule_free_adamw.
 
     The dict `defaults` contains neither momentum nor betas, because not all groups have
     these hyperparameters. Therefore pass cycle_momentum=False to OneCycleLR.
@@ -94,9 +94,9 @@ class Mixed(Evaluated):
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     Raises:
-        TypeError: A part is not a pair of a selector and an optimizer, or its lr or
-            weight_decay is a schedule of the pure API. Use a torch scheduler instead of
-            such a schedule.
+        TypeError: A part is not a pair of a selector and an optimizer. The lr or
+            weight_decay of a part is a schedule of the pure API. Use a torch scheduler
+            instead of a schedule of the pure API.
         ValueError: Parameters have no names. A part selects no parameters, or only
             parameters that earlier parts select. No part selects a parameter, and `rest` is
             None.
@@ -234,7 +234,7 @@ class Mixed(Evaluated):
         return f"{super().describe()}\n\n{listed(self.named_groups())}"
 
     def torch_state_dict(self) -> StateDict:
-        """Return a dict from the name of each rule to a torch.optim state dict.
+        """Return a dict that maps the name of each rule to a torch.optim state dict.
 
         Raises:
             ValueError: A rule or an option does not exist in torch.optim.
@@ -325,7 +325,7 @@ class Mixed(Evaluated):
     def load_functional(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state: PartitionState, params: dict[str, Tensor] | None = None
     ) -> None:
-        """Continue from the state of a pure optimizer that `functional` returned.
+        """Continue from a state of the pure optimizer that `functional` returned.
 
         Args:
             state: The state of a `partition`, for the tree {name: parameter}.
@@ -385,7 +385,7 @@ def keywords_of(factory: type[FunctionalOptimizer]) -> tuple[str, ...]:
 
 
 def _of_rule(state_dict: StateDict, rule: str) -> StateDict:
-    """Return the part of a state dict for the groups with this rule."""
+    """Return the part of a state dict that belongs to the groups with this rule."""
     groups = [group for group in state_dict["param_groups"] if group["rule"] == rule]
     every = {i for group in state_dict["param_groups"] for i in group["params"]}
     ids = {i for group in groups for i in group["params"]}

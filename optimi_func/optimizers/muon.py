@@ -117,7 +117,7 @@ def as_dtype(x: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def torchs_options(group: Group) -> Group:
-    """Return a group's options for torch.optim.Muon, or raise if torch lacks one."""
+    """Return options for torch.optim.Muon, or raise an error if torch lacks one."""
     table = as_table(group["ns_coefficients"], group["ns_steps"])
     refused = {
         "ns_coefficients": len(set(table)) > 1,
@@ -146,9 +146,9 @@ class Muon(Body, name="muon"):
     Muon is made for the matrices of a network's hidden layers. `MuonAdamW` and `Mixed`
     combine Muon with a different optimizer for embeddings, output layers and vectors. A
     parameter with three dimensions is treated as a stack of matrices. A parameter with four
-    or more dimensions is flattened into one matrix. For a convolution, the rows of the
-    flattened matrix are the outputs. The steps are the same as in torch.optim.Muon, but
-    adjust_lr_fn has a different default.
+    or more dimensions is flattened into one matrix. For a convolution, each row of the
+    flattened matrix corresponds to one output channel. The steps are the same as in
+    torch.optim.Muon, but adjust_lr_fn has a different default.
 
     Args:
         params: Parameters with at least two dimensions, named parameters, or param groups.
@@ -163,16 +163,17 @@ class Muon(Body, name="muon"):
             "deepseek" selects a list for ten steps. The iteration maps singular values of
             at least 0.01 to these ranges: 0.68 to 1.13 with "standard", 0.98 to 1.03 with
             "quintic", and 0.86 to 1.14 with "polar_express". With "deepseek", the iteration
-            maps these singular values to 1.
+            maps singular values of at least 0.01 to 1.
         eps: Lower bound of the norm by which N is divided.
         ns_steps: Number of steps of the iteration, if all steps use the same coefficients.
-            None means 5 steps, or as many steps as ns_coefficients lists.
+            None means one step for each triple of numbers in ns_coefficients, or 5 steps if
+            ns_coefficients is a single triple.
         adjust_lr_fn: Selects the scale s for an m x n matrix. With "match_rms_adamw", s is
             0.2 sqrt(max(m, n)), so that you can use AdamW's lr and weight decay. With
             "original" or None (torch's default), s is sqrt(max(1, m / n)). With
             "rms_to_rms", which torch 2.15 calls "spectral_unclamped", s is sqrt(m / n).
             With "nuclear" (PolarGrad), s is the sum of the elements of N * X. This sum is
-            about the nuclear norm of N, so steps shrink when gradients do.
+            close to the nuclear norm of N, so steps become smaller when gradients do.
         ns_dtype: Dtype in which the iteration is computed. None selects float64 for float64
             parameters, float32 on a CPU without AVX512_BF16, and bfloat16 in all other
             cases. `describe()` prints the dtype. If you differentiate through a step,
@@ -186,7 +187,7 @@ class Muon(Body, name="muon"):
             GPT-NeoX. Each of the 3 matrices then consists of its rows from all 12 repeats.
         transposed: Pass True if the parameters are stored as (inputs, outputs), as in
             transformers' Conv1D. Muon then orthogonalizes the transposed matrices. In the
-            formula for s, in split and in all other options, rows are therefore outputs.
+            formula for s and in options such as split, rows are therefore outputs.
         element_beta: A number in [0, 1) turns on AdaMuon. AdaMuon computes X from the signs
             of N, and v is a moving average of X^2. The step is X / sqrt(v), scaled to the
             norm of an orthogonal matrix. element_beta is the fraction of v that carries
@@ -195,8 +196,8 @@ class Muon(Body, name="muon"):
         hyperball: Keep the norm R of each matrix constant: each step moves the matrix by lr
             * R along X, and then scales the matrix back to the norm R. With hyperball=True,
             lr is a fraction of R, s has no effect, and weight_decay has to be 0. A matrix
-            of zeros does not change. 16-bit parameters need Kahan summation, because
-            otherwise R drifts.
+            of zeros does not change. 16-bit parameters need Kahan summation, because R
+            drifts otherwise.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
@@ -257,7 +258,7 @@ class Muon(Body, name="muon"):
 
     @choice
     def table(self) -> tuple[Triple, ...]:
-        """The coefficients of each step of the iteration."""
+        """The coefficients for each step of the iteration."""
         return as_table(self.ns_coefficients, self.ns_steps)
 
     @choice
@@ -294,7 +295,7 @@ class Muon(Body, name="muon"):
 
     @property
     def whole(self) -> Callable[..., Any]:
-        """The method that maps whole tensors, with the parameter if hyperball=True."""
+        """The method that maps whole tensors. It takes p only if hyperball=True."""
         return self.on_sphere if self.hyperball else self.mapped
 
     def mapped(self, d: Tensor, s: Any) -> Any:
@@ -390,7 +391,7 @@ def moved_by(x: Tensor, table: tuple[Triple, ...]) -> tuple[float, Tensor]:
 
     q and Q are computed from powers of x's Gram matrix, which is small (Zhang et al. 2026).
     The rounding errors of these powers grow by a factor of a^2 in each step. q is not added
-    to Q, because Q would lose digits to the large q.
+    to Q, because Q would lose digits in a sum with the much larger q.
     """
     gram = symmetric(x, x.mT)
     (q, b, c), *rest = table

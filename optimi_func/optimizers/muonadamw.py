@@ -1,7 +1,7 @@
 """`MuonAdamW`: Muon for a model's hidden matrices, AdamW for all other parameters.
 
-`hidden_matrices` selects the hidden matrices. You can also use it with `Mixed` and
-`partition`.
+`hidden_matrices` selects the hidden matrices. You can also use `hidden_matrices` with
+`Mixed` and `partition`.
 """
 
 import logging
@@ -87,21 +87,21 @@ def MuonAdamW(  # noqa: D417
     pass optimizer_cls_and_kwargs=(lambda: MuonAdamW, {"lr": 1e-3}) to the Trainer.
 
     If n processes hold shards or copies of a matrix, one of these processes orthogonalizes
-    the matrix. The matrices are assigned so that all processes have about the same amount
-    of work. If the matrices are sharded, the processes exchange shards in two calls of
-    `all_to_all_single` per step. In the two calls together, each process receives 2 (n - 1)
-    / n^2 of all elements. If every process has a copy of each matrix (Replicate, or plain
-    tensors with `process_group`), there is one `all_gather` per step. In this `all_gather`,
-    each process receives (n - 1) / n of all elements. A stack of matrices needs no
-    communication if the shards contain complete matrices. If every process has a copy of a
-    stack, the matrices of the stack are divided among the processes. Every process gathers
-    the parameters that are offloaded or sharded along two dimensions of a mesh. Before a
-    step changes any tensor, each process sends 8 bytes, so that the processes can check
-    that they all take the same step.
+    the matrix. Matrices are assigned to processes so that each process has about the same
+    amount of work. If the matrices are sharded, the processes exchange shards in two calls
+    of `all_to_all_single` per step. In both calls of `all_to_all_single` together, each
+    process receives 2 (n - 1) / n^2 of all elements. If every process has a copy of each
+    matrix (Replicate, or plain tensors with `process_group`), there is one `all_gather` per
+    step. In this `all_gather`, each process receives (n - 1) / n of all elements. A stack
+    of matrices needs no communication if the shards contain complete matrices. If every
+    process has a copy of a stack, the matrices of the stack are divided among the
+    processes. Parameters that are offloaded, or that are sharded along two dimensions of a
+    mesh, are gathered in every process. Before a step changes any tensor, each process
+    sends 8 bytes, so that the processes can check that they all take the same step.
 
     Args:
         model: The model whose parameters are optimized. Parameters that do not require a
-            gradient are updated only once they receive a gradient.
+            gradient are not updated until they receive a gradient.
         lr: Learning rate of Muon, and of AdamW unless you pass adamw_lr. If adjust_lr_fn is
             not the default, Muon and AdamW need different learning rates.
         weight_decay: Coefficient of weight decay for hidden matrices, and for all other
@@ -109,18 +109,18 @@ def MuonAdamW(  # noqa: D417
             unless it is tied to an embedding.
         adamw_lr: Learning rate of the parameters that AdamW updates. None means lr.
         adamw_weight_decay: Coefficient of weight decay for all parameters that AdamW
-            updates, as in torch. With None, the coefficient for AdamW is weight_decay. In
-            this case, embeddings, norms, biases and other parameters without "weight" in
-            their name do not decay.
+            updates, as in torch. None means that AdamW also uses weight_decay. With None,
+            embeddings, vectors (such as norm weights and biases) and parameters without
+            "weight" in their name do not decay.
         lr_multipliers: Factors on lr or adamw_lr for some of the parameters. Each key is a
             parameter's name or a pattern (`fnmatch`). If several keys match a parameter,
             the first one is used. Parameters with the same factor share param groups.
-        overrides: Other hyperparameters by name or pattern, for example {"*.bias":
-            {"betas": (0.9, 0.95)}}. The inner dict contains options of the optimizer that
-            updates the parameter, Muon or AdamW: see `param_groups_by_name`.
-        exclude: Names or patterns of parameters that AdamW updates instead of Muon: see
-            `hidden_matrices`.
-        include: Names or patterns of parameters that Muon updates instead of AdamW.
+        overrides: Different hyperparameters for some of the parameters, by name or pattern,
+            for example {"*.bias": {"betas": (0.9, 0.95)}}. The inner dict contains options
+            of Muon or AdamW, whichever updates the parameter: see `param_groups_by_name`.
+        exclude: Names or patterns of parameters that are updated by AdamW instead of Muon:
+            see `hidden_matrices`.
+        include: Names or patterns of parameters that are updated by Muon instead of AdamW.
         transposed: Names or patterns of matrices that are stored as (inputs, outputs): see
             `hidden_matrices`, which recognizes transformers' Conv1D without this option.
         hidden: The result of `hidden_matrices` for the whole model. Pass this argument if
@@ -137,8 +137,8 @@ def MuonAdamW(  # noqa: D417
         split: See `Muon`. Pass a dict whose keys are names or patterns, for example
             {"*.qkv.weight": 3, "*.o_proj.weight": {"columns": 12}}. In `split`, rows are
             the outputs of a layer. If a layer stores its weight as (inputs, outputs), as in
-            GPT-2, write {"rows": 3} instead of 3. In such a layer, the outputs are the
-            columns of the stored tensor.
+            GPT-2, write {"rows": 3} instead of 3. If a weight is stored as (inputs,
+            outputs), the layer's outputs are the columns of the stored tensor.
         element_beta: See `Muon`. A number turns on AdaMuon.
         hyperball: See `Muon`. With hyperball=True, hidden matrices do not decay, and lr is
             a fraction of their norms, so pass a separate adamw_lr for AdamW.
@@ -157,8 +157,8 @@ def MuonAdamW(  # noqa: D417
     All other arguments are shared by all optimizers: see `BaseOptimizer`. Muon does not
     accept cautious=True.
 
-    If no hidden matrix is trainable, as when you finetune only the head, AdamW updates all
-    parameters and the logger prints a warning.
+    If no hidden matrix is trainable, for example when you finetune only the head, AdamW
+    updates all parameters and the logger prints a warning.
 
     Raises:
         TypeError: model is missing, or is not a module.
@@ -471,7 +471,7 @@ def hidden_matrices(
     - The layer has a typical name (lm_head, mtp_heads, unembed, logits, classifier,
       policy, actor, ...).
     - The layer is the last one in a head with several layers.
-    - The layer is an nn.Linear with the shape of the largest embedding.
+    - The layer is an nn.Linear with the same shape as the largest embedding.
 
     If no layer meets any of these conditions, the last nn.Linear is the output layer,
     unless it is inside a repeated block. In a pipeline stage or a backbone, the last
@@ -488,10 +488,10 @@ def hidden_matrices(
     three dimensions raise an error.
 
     Some layers store their weight as (inputs, outputs): Conv1D in transformers' GPT-2,
-    experts in transformers with the attribute `is_transposed`, and nn.ConvTranspose2d and
-    nn.ConvTranspose3d without groups. print(hidden_matrices(model)) lists these layers on a
-    separate line, and `MuonAdamW` orthogonalizes their transposed weights. In a `Mixed` or
-    `partition`, add a part with `muon(transposed=True)` for these layers.
+    experts in transformers that have the `is_transposed` attribute, and nn.ConvTranspose2d
+    and nn.ConvTranspose3d without groups. print(hidden_matrices(model)) lists these layers
+    on a separate line, and `MuonAdamW` orthogonalizes their transposed weights. In a
+    `Mixed` or `partition`, add a part with `muon(transposed=True)` for these layers.
 
     Args:
         model: The model with the parameters.

@@ -20,7 +20,7 @@ __all__ = ["Prodigy", "prodigy", "prodigy_init", "prodigy_step"]
 
 
 def kept_for(p: Tensor, kept: MomentStorage) -> MomentStorage:
-    """Return float32 instead of float16, where d * g would be 0 while d is small."""
+    """Return float32 in place of float16, in which d * g would be 0 while d is small."""
     low = dtype_in(p, kept) == torch.float16 and not in_codes(p, kept)
     return torch.float32 if low else kept
 
@@ -47,7 +47,7 @@ class Prodigy(Body, name="prodigy"):
     As in the paper, eps is multiplied by the d of the previous step, so that steps are the
     same with and without gradient release. The authors' code multiplies eps by the new d
     instead. In every storage mode, s is stored in float32, and v is stored in float32 or in
-    8 bits. bfloat16 could not represent the small changes of s and v. Where m would
+    8 bits. bfloat16 could not represent the small changes in s and v. Where m would
     otherwise be stored in float16, m is stored in float32, because d * g would underflow in
     float16.
 
@@ -61,8 +61,8 @@ class Prodigy(Body, name="prodigy"):
         eps: The product d * eps is added to the square root of v.
         beta3: b3, in [0, 1): the fraction of r and s that carries over from one step to the
             next. None means sqrt(b2).
-        d0: The initial value of d. Choose d0 so small that the first steps are much shorter
-            than any problem needs.
+        d0: The initial value of d. Choose a d0 that is far below any learning rate that a
+            problem might need.
         d_coef: Factor on the estimates of d, usually from 0.5 to 2.
         growth_rate: The largest factor by which d can grow in one step, at least 1.
             growth_rate does not limit the growth from d0 to the first estimate.
@@ -184,8 +184,8 @@ class Prodigy(Body, name="prodigy"):
         """Return a pure optimizer and its state, as `BaseOptimizer.functional` does.
 
         Raises:
-            ValueError: The optimizer has several groups, each with its own d. All errors of
-                `BaseOptimizer.functional` are raised, too.
+            ValueError: The optimizer has several groups, each with its own d. This method
+                also raises all errors that `BaseOptimizer.functional` raises.
         """
         if len(self._unit_of(self.param_groups[0])) < len(self.param_groups):
             raise ValueError(

@@ -25,8 +25,8 @@ class Ranger(Rectified, name="ranger"):
         eps: Added to the divisor, which is the square root of the bias-corrected second
             moment.
         k: Number of steps from one pull to the next, at least 1.
-        alpha: Each pull moves the slow weights by this fraction of their distance to p, in
-            [0, 1].
+        alpha: A fraction in [0, 1]. Each pull moves the slow weights by this fraction of
+            their distance to p.
         decouple_wd: Subtract weight decay directly from the parameter instead of adding it
             to the gradient.
 

@@ -29,7 +29,7 @@ class Rprop(Body, name="rprop", lr="inside"):
     Each step size stays within the range given by step_sizes. Rprop is made for gradients
     that are computed from the whole data set, because the noise of mini-batches flips the
     signs of gradients. lr is only the initial step size, so learning-rate schedules have no
-    effect.
+    effect on the step sizes.
 
     Args:
         lr: The initial step size of every element.

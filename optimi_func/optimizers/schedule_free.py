@@ -53,7 +53,7 @@ class ScheduleFreeOptimizer(Evaluated, Body):
     """Base class of the Schedule-Free optimizers.
 
     In every storage mode, z is stored in float32, and v is stored in float32 or in 8 bits.
-    bfloat16 could not represent the small changes of z and v. lr may have a schedule.
+    bfloat16 could not represent the small changes in z and v. lr may have a schedule.
 
     Args:
         betas: b1 and b2. b1, in (0, 1), is the fraction of x in y = (1 - b1) * z + b1 * x.
@@ -66,8 +66,8 @@ class ScheduleFreeOptimizer(Evaluated, Body):
         warmup_steps: Number of steps over which lr grows linearly from 0.
         r: The weight of step t in the average is proportional to t^r.
         weight_lr_power: The weight of a step in the average is proportional to
-            lr_max^weight_lr_power, where lr_max is the largest lr so far, including the
-            warmup.
+            lr_max^weight_lr_power, where lr_max is the largest learning rate so far, with
+            the warmup applied.
     """
 
     class Running(NamedTuple):
@@ -141,7 +141,7 @@ class ScheduleFreeSGD(ScheduleFreeOptimizer, name="schedule_free_sgd"):
 
     Wherever you call `model.train()` or `model.eval()`, also call the same method of the
     optimizer. In eval mode the parameters hold the average x, and a step raises an error.
-    lr needs a warmup, but no other schedule.
+    The learning rate needs a warmup, but no other schedule.
 
     Args:
         lr: Learning rate, usually ten times the learning rate of SGD with a momentum of
@@ -221,7 +221,7 @@ class ScheduleFreeAdamW(Squares, name="schedule_free_adamw"):
 
     Wherever you call `model.train()` or `model.eval()`, also call the same method of the
     optimizer. In eval mode the parameters hold the average x, and a step raises an error.
-    lr needs a warmup, but no other schedule.
+    The learning rate needs a warmup, but no other schedule.
 
     Args:
         lr: Learning rate, usually larger than AdamW's.
@@ -262,12 +262,12 @@ class ScheduleFreeRAdam(Squares, name="schedule_free_radam"):
 
     Wherever you call `model.train()` or `model.eval()`, also call the same method of the
     optimizer. In eval mode the parameters hold the average x, and a step raises an error.
-    lr needs neither a warmup nor another schedule.
+    The learning rate needs no warmup or any other schedule.
 
     Args:
         lr: Learning rate, usually larger than RAdam's.
-        silent_sgd_phase: Do not move the parameters while rho <= 4. With False, steps with
-            rho <= 4 are SGD steps with weight decay.
+        silent_sgd_phase: Do not move the parameters while rho <= 4. With
+            silent_sgd_phase=False, steps with rho <= 4 are SGD steps with weight decay.
 
     Arguments not named here are described under `ScheduleFreeOptimizer` and
     `BaseOptimizer`.

@@ -21,8 +21,8 @@ class SGD(Body, name="sgd"):
 
         b <- momentum * b + (1 - dampening) * g,   p <- p - lr * b
 
-    With nesterov=True, the step is along g + momentum * b instead of b. With momentum = 0,
-    the step is along g.
+    With nesterov=True, lr * (g + momentum * b) is subtracted from p instead of lr * b. With
+    momentum=0, lr * g is subtracted.
 
     Args:
         momentum: Fraction of b that carries over from one step to the next, in [0, 1). With
@@ -32,8 +32,8 @@ class SGD(Body, name="sgd"):
             instead. With decouple_lr=True, lr / max_lr * weight_decay * p is subtracted
             from p.
         dampening: True sets the dampening to the value of momentum, so that b is a moving
-            average. A number has the same meaning as in torch.optim.SGD, and b begins as
-            the first gradient.
+            average. A number has the same meaning as in torch.optim.SGD. If dampening is a
+            number, b starts as the first gradient.
         decouple_wd: Subtract weight decay directly from the parameter instead of adding it
             to the gradient.
         torch_init: Initialize b with the first gradient even if dampening=True.

@@ -32,20 +32,21 @@ class SOAP(Body, name="soap"):
         p <- p - lr * c * Q_L [m / (sqrt(v) + eps)] Q_R^T - lr * weight_decay * p
 
     Here g is the gradient of a matrix, and c = sqrt(1 - b2^(t-1)) / (1 - b1^(t-1)). Adam
-    normalizes each element of the gradient separately. SOAP first rotates the gradient, and
-    therefore normalizes combinations of rows and columns that are nearly uncorrelated.
+    normalizes each element of the gradient separately. SOAP rotates the gradient first,
+    because the elements of the rotated gradient are nearly uncorrelated.
 
     The first step initializes L and R, and sets Q_L and Q_R to the eigenvectors of L and R.
-    In the first step, only weight decay moves the parameters. After that, every
-    precondition_frequency-th step ends with an expensive update of the bases, Q <- QR(L Q).
-    This update also reorders v like the columns of Q, and rotates m into the new bases. A
-    pure step that is traced, vmapped or run on an accelerator cannot read its step count.
-    Such a step always computes new bases, and uses the result only if new bases are due. If
-    you differentiate through a step, the bases are treated as constants.
+    In the first step, only weight decay moves the parameters. After that, SOAP updates the
+    bases every precondition_frequency steps, at the end of a step: Q <- QR(L Q). Updating
+    the bases is expensive. Each update of the bases also reorders v in the same way as the
+    columns of Q, and rotates m into the new bases. A pure step that is traced, vmapped or
+    run on an accelerator cannot read its step count. If a pure step cannot read its step
+    count, it always computes new bases, but uses them only if an update is due. If you
+    differentiate through a step, the bases are treated as constants.
 
     SOAP's state is stored in float32 or wider. The state consists of m and v, which have
-    the shape of p, and of the vectors `factors` and `bases`. Each of the two vectors
-    contains n^2 elements for each rotated dimension of size n.
+    the shape of p, and of the vectors `factors` and `bases`. The vectors `factors` and
+    `bases` each contain n^2 elements for every rotated dimension of size n.
 
     Args:
         betas: b1 and b2, each in [0, 1): the fractions of m and v that carry over from one
@@ -63,7 +64,7 @@ class SOAP(Body, name="soap"):
             at most max_precond_dim.
         precondition_1d: Rotate vectors too. By default, vectors are updated by Adam.
         normalize_grads: Divide each parameter's update by the update's root mean square.
-        correct_bias: Apply bias correction. With False, c = 1.
+        correct_bias: Apply bias correction. With correct_bias=False, c = 1.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
@@ -209,8 +210,8 @@ def eigh(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues and eigenvectors, computed in float64 where float32 fails.
 
     If many rows are 0, LAPACK may raise an error or return NaN in float32. A compiled graph
-    does not check for NaN. A transformation of torch.func cannot check for NaN, so it
-    always uses float64.
+    does not check for NaN. A torch.func transformation cannot check for NaN, so float64 is
+    always used there.
     """
     if torch.compiler.is_compiling():
         return torch.linalg.eigh(x)

@@ -45,7 +45,7 @@ class Kron(Body, name="kron"):
         precond_flat_start: Number of initial steps that all include a fit. After the
             initial steps, the fraction of steps with a fit falls.
         max_size_triangular: Largest size of a dimension for which Q_i is triangular.
-        seed: Seed of the random numbers z that are drawn for the fits.
+        seed: Seed of the random numbers z that are drawn in steps with a fit.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 

@@ -10,15 +10,23 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, InitVar
 from difflib import get_close_matches
-from functools import partial, wraps
-from itertools import chain, product
+from functools import partial
+from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, ParamSpec, TypedDict, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, distributed
 
+from optimi_func.classes.copies import check_divides, facts_of
+from optimi_func.classes.extras import (
+    found_extras,
+    loss_extra,
+    places_of,
+    rounding_bits,
+    with_extras,
+)
 from optimi_func.classes.fields import Closure, Fields, Float, Params
 from optimi_func.classes.groups import (
     TORCHS,
@@ -36,74 +44,58 @@ from optimi_func.classes.groups import (
     take_torchs_decay,
     warn_of_torchs_order,
 )
+from optimi_func.classes.joined import (
+    finish,
+    lead_of,
+    publish_running,
+    running_scalars,
+)
+from optimi_func.classes.resets import reset
+from optimi_func.classes.skipping import check_unscaled, finite_works
+from optimi_func.classes.without_memory import prepare_without_memory
+from optimi_func.classes.work import Prepared, Request, Work
 from optimi_func.core import checks
 from optimi_func.core.distributed import (
-    all_finite,
     any_distributed,
     comparable,
-    is_distributed,
-    same_placements,
     to_local,
 )
-from optimi_func.core.leaf import (
-    compute_dtype,
-    init_leaf,
-    leaf_dtype,
-    leaf_step,
-    microbatch_scalars,
-    whole_means,
-    with_given,
-)
 from optimi_func.core.owners import Holders, agree, holders_of
-from optimi_func.core.packed import Packed, is_capturing
-from optimi_func.core.pairs import as_real_for
-from optimi_func.core.philox import Noise, drawn
+from optimi_func.core.packed import is_capturing
 from optimi_func.core.rule import (
     WHOLE_BATCH,
-    Leaf,
     Microbatch,
     Named,
-    Rule,
     Scalar,
-    Scalars,
-    Storage,
     StorageLike,
 )
-from optimi_func.core.storage import flat_leaf, group_storage, seed_of, state_in
+from optimi_func.core.storage import group_storage
 from optimi_func.core.torch_private import (
     between_graphs,
     has_memory,
     unwrapped,
     watched_if_needed,
 )
-from optimi_func.execution.counts import write_scalar
 from optimi_func.execution.cpp import retry
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.plans import ClassPlan
 from optimi_func.execution.scalars import pack, scalars_after
-from optimi_func.execution.slots import Step
-from optimi_func.execution.sums import Part, Unit, join, write_running
+from optimi_func.execution.slots import Columns, Step
+from optimi_func.execution.sums import Part
 from optimi_func.execution.tensors import uncollected
 from optimi_func.pure.casts import PLAIN
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.checkpoints import Checkpoints
 from optimi_func.state.convert import Entry, Group, renamed
 from optimi_func.state.entry import ensure_state, insert_made, wants_state_alone
-from optimi_func.state.names import Names, Path, homes_in, without_repeats
-from optimi_func.state.stored import begin, mask_like, rows_of
+from optimi_func.state.names import Names, Path, homes_in
 
-# A group, some of its parameters, their gradients, and what each is to its step.
-Work = tuple[Group, list[Tensor], list[Tensor], list[Microbatch] | None]
 _version = attrgetter("_version")
-Extras = Mapping[str, Mapping[Tensor, Tensor]]  # by name and parameter
-Write = tuple[Tensor, Scalar, Tensor | None]  # a target, its value, and if it is written
 # Plans that are kept, besides one for each parameter. If lists of parameters never come
 # again, as with experts, the oldest plans are dropped.
 _LISTS = 32
 _asked = itemgetter("storage", "kahan_sum", "state_dtype")
 _on_host, _is_cuda = attrgetter("on_host"), attrgetter("is_cuda")
-P = ParamSpec("P")
-T = TypeVar("T")
 _grad, _is_none = attrgetter("grad"), partial(is_, None)
 # optimi's users pass these options by position, behind decouple_lr and max_lr.
 POSITIONAL = ("kahan_sum", "foreach", "triton", "gradient_release")
@@ -296,7 +288,7 @@ class BaseOptimizer(Fields, Checkpoints):
                     "and allowed is a group without it"
                 )
             if rule.join is not None:
-                self._publish_running(group)
+                publish_running(self, group)
             if self._constructed:
                 self._warn_of_mistakes(count)
         except Exception:
@@ -323,7 +315,7 @@ class BaseOptimizer(Fields, Checkpoints):
 
     def _warn_of_mistakes(self, first: int) -> None:
         """Warn once of options in `param_groups[first:]` that are probably a mistake."""
-        self._check_group()
+        check_divides(self)
         bounds = list(map(self.bound_of, self.param_groups))
         checks.warn(likely_mistakes(self.param_groups, bounds, first))
         for group in self.param_groups[first:]:
@@ -385,28 +377,20 @@ class BaseOptimizer(Fields, Checkpoints):
             if any(map(_is_none, grads)):
                 params = [p for p in params if p.grad is not None]
                 grads = list(map(_grad, params))
-            works.append((group, params, grads, None))
+            works.append(Work(group, params, grads))
         if self._idle < 2 and not self.releases:
-            self._note_idle([p for _, params, _, _ in works for p in params])
+            self._note_idle([p for work in works for p in work.params])
         scaled = self.found_inf is not None or self.grad_scale is not None
         if (self.skips_steps or scaled) and not (works := finite_works(self, works)):
             return loss
         # A local name and no attribute, because several threads may step at once.
         found = self.given
         if extras or self.takes_extras:
-            found = found_extras(self, {**found, **self._loss(loss), **extras})
-        write = not self.optimizer_accumulation
-        if parts := self._update(works, write, True, found, whole=True):
-            self._finish(parts, found)
+            found = found_extras(self, {**found, **loss_extra(self, loss), **extras})
+        request = Request(not self.optimizer_accumulation, True, found, {})
+        if parts := self._update(works, request, whole=True):
+            finish(self, parts, found)
         return loss
-
-    def _loss(self, loss: object) -> dict[str, object]:
-        """Return a closure's loss as an extra, if a rule takes one."""
-        if loss is None or not any(["loss" in rule.extras for rule in self.rules()]):
-            return {}
-        if not isinstance(loss, Tensor):
-            loss = torch.tensor(loss, dtype=torch.float32, device="cpu")
-        return {"loss": loss}
 
     def init_state(self) -> None:
         """Create the state of every trainable parameter that has none.
@@ -469,21 +453,19 @@ class BaseOptimizer(Fields, Checkpoints):
         """Update parameters by the given gradients, each a part or all of a step's.
 
         Gradient release calls this; `p.grad` is neither read nor written. For write, count
-        and the result see `_update`.
+        and the result see `Request` and `_update`.
         """
         self.check_train_mode("an update")
         check_unscaled(self)
         self._idle = 2  # gradients need not be in p.grad
-        works: dict[int, tuple[Group, list[Tensor], list[Tensor], list[Microbatch]]] = {}
-        for p, g, microbatch in zip(params, grads, microbatches):
-            group = self.group_of(p)
-            if id(group) not in works:
-                works[id(group)] = group, [], [], []
-            _, ps, gs, its = works[id(group)]
-            ps.append(p)
-            gs.append(g)
-            its.append(microbatch)
-        return self._update(list(works.values()), write, count, self.given)
+        rows: dict[int, list[tuple[Tensor, Tensor, Microbatch]]] = {}
+        groups: dict[int, Group] = {}
+        for row in zip(params, grads, microbatches):
+            group = self.group_of(row[0])
+            groups[id(group)] = group
+            rows.setdefault(id(group), []).append(row)
+        works = [Work(groups[i], *map(list, zip(*some))) for i, some in rows.items()]
+        return self._update(works, Request(write, count, self.given, {}))
 
     def check_accumulates(self) -> None:
         """Raise if the state of a group cannot accumulate a step's gradient in parts."""
@@ -631,16 +613,6 @@ class BaseOptimizer(Fields, Checkpoints):
         """
         self.given = found_extras(self, extras, every=True)
 
-    def _check_group(self) -> None:
-        """Raise if there is nothing that a process_group could divide."""
-        rules = self.rules() if self.process_group is not None else []
-        if rules and all(rule.whole is None for rule in rules):
-            raise ValueError(
-                f"process_group= with {rules[0].name}, which maps no matrices that could "
-                "be divided: omit it. To divide states, make the optimizer by "
-                "torch.distributed.optim.ZeroRedundancyOptimizer"
-            )
-
     def _note_idle(self, params: list[Tensor]) -> None:
         """Warn at the second step of a distributed run if none of params has stepped."""
         trained = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
@@ -673,69 +645,6 @@ class BaseOptimizer(Fields, Checkpoints):
             if not only or id(group) in only
             for name in self._factory_of(group)[1]
         }
-
-    def _facts(self, divided: Container[int], works: list[Work]) -> dict[str, object]:
-        """Return what processes compare before they step: numbers of the divided groups.
-
-        Copies have every parameter, number and gradient in common, and equal weights.
-        """
-        if self.process_group is None:
-            return self.numbers(type, divided)
-        facts = self.numbers(type)
-        for i, (group, params, _, _) in enumerate(works):
-            # Those of divided groups are in `agree`'s message by name.
-            if id(group) not in divided and len(params) < len(group["params"]):
-                names = [str(self.path_of(group, p)) for p in params]
-                facts[f"parameters with gradients of param group {i}"] = names
-        if not self._has_stepped:
-            params = [p.detach() for group in self.param_groups for p in group["params"]]
-            plain = to_local([p for p in params if p.numel() and not is_distributed(p)])
-            hashes = [str(torch.hash_tensor(p)) for p in plain]
-            facts["hashes of parameters, which process_group= says are copies"] = hashes
-        return facts
-
-    def _by_leaf(
-        self,
-        work: Work,
-        write: bool,
-        count: bool,
-        extras: Extras,
-        made: dict[Tensor, Entry],
-    ) -> Callable[[], None]:
-        """Compute an update of meta or fake tensors, and return what writes it."""
-        group, params, grads, batches = work
-        bound, writes = self.bound_of(group, params, group["capturable"]), list[Write]()
-        rule, names = bound.rule, ("step", *bound.rule.running._fields)
-        how = bound.starting_rule, group_storage(group), group["capturable"]
-        batches = batches or [WHOLE_BATCH] * len(params)
-        paths = [self.path_of(group, p) for p in params]
-        for path, p, g in zip(paths, params, grads):
-            checks.check_grad(path, p, g)
-        entries = [
-            ensure_state(self.state, made, path, p, *how) for path, p in zip(paths, params)
-        ]
-        tensors = [[entry[name] for name in names] for entry in entries]
-        counts = [(x, y) for x, *y in [list(map(_number, some)) for some in tensors]]
-        scalars, after = scalars_after(bound, counts, coded=True)
-        at, given = [*range(len(params))], list[list[Any]]()
-        bits = rounding(self, group, params, counts, at) if write else []
-        if rule.given:
-            rows = bound, params, scalars, counts, at
-            scalars, at, given = given_to(self, extras, *rows)
-        given += bits
-        for i, (p, m, entry) in enumerate(zip(params, batches, entries)):
-            leaf = Leaf(p.detach(), *state_in(rule, entry))
-            now = microbatch_scalars(rule, scalars[at[i]], m, write)
-            with kernel_context(p.device):
-                row = [column[i] for column in given if column[i] is not None]
-                row = drawn(row, leaf_dtype(leaf, grads[i]))
-                inputs, now = with_given(rule, leaf, now, row)
-                new = leaf_step(rule, inputs, grads[i], now, write, whole_means)
-            pairs = zip(flat_leaf(leaf), flat_leaf(new))
-            writes += [(x, y, m.finite) for x, y in pairs if y is not x]
-            last = zip(tensors[i], (tensors[i][0] + 1.0, *after[i])) if count else ()
-            writes += [(x, y, m.finite) for x, y in last]
-        return partial(write_all, writes)
 
     def _clear_caches(self) -> None:
         """Make new caches, but for plans. They are not pickled."""
@@ -786,95 +695,78 @@ class BaseOptimizer(Fields, Checkpoints):
         return bound
 
     def _update(
-        self,
-        works: list[Work],
-        write: bool,
-        count: bool,
-        extras: Extras,
-        whole: bool = False,
+        self, works: list[Work], request: Request, whole: bool = False
     ) -> dict[Tensor, Part]:
         """Check everything, compile everything, and then write.
 
-        `works` are groups, some of their parameters, a gradient for each, and what each is
-        to its step, or None if it is the whole of it. write=False moves the state alone,
-        and count=False leaves the step counts, because the step goes on. `extras` are the
-        tensors that the rules take in this step, from `found_extras`. whole=True is a step
-        of all groups. Returns the parts of sums that `finish_step` joins.
+        Args:
+            works: The parameters to update and their gradients, by group.
+            request: What is the same for all of them.
+            whole: True for a step of all groups.
+
+        Returns:
+            The parts of sums over parameters, for `finish_step`.
         """
-        # First gradients make state, which joins the optimizer once nothing can fail.
-        # Written as literals: dict[Tensor, Entry]() takes a microsecond at every step.
-        made: dict[Tensor, Entry] = {}
-        parts: dict[Tensor, Part] = {}
+        prepared: list[Prepared] = []
         divided: dict[int, list[Holders]] = {}
-        runs: list[Callable[[], dict[int, Part] | None]] = []
         lists: list[object] = []
-        on_host, where = True, None
+        on_host, device = True, None
         for work in works:
-            run, host, holders, plan = self._prepare(work, write, count, extras, made)
-            runs.append(run)
-            lists += plan, len(work[0]["params"])
-            on_host = on_host and host
-            if holders:
-                divided[id(work[0])] = holders
-            if where is None and work[1]:
-                where = work[1][0].device
+            done = self._prepare(work, request)
+            prepared.append(done)
+            lists += done.plan, len(work.group["params"])
+            on_host = on_host and done.on_host
+            if done.holders:
+                divided[id(work.group)] = done.holders
+            if device is None and work.params:
+                device = work.params[0].device
         # A plan is for one list, so that equal plans have the parameters of the last step.
         if whole and lists != self._stepped:
             self.check_lists()
-            if any([len(work[1]) > len({*map(id, work[1])}) for work in works]):
-                return self._update(list(map(_once, works)), write, count, extras, whole)
+            if any([len(work.params) > len({*map(id, work.params)}) for work in works]):
+                works = [work.once() for work in works]
+                return self._update(works, request._replace(made={}), whole)
             self._stepped = lists
-        if write and divided:
-            facts = self._facts(divided, works)
-            agree([x for holders in divided.values() for x in holders], facts)
+        if request.write and divided:
+            holders = list(chain.from_iterable(divided.values()))
+            agree(holders, facts_of(self, divided, works))
         self._has_stepped = True
-        if write and count:
+        if request.write and request.ends:
             self.step_calls += 1
-        if write and count and "step" in self.__dict__:
-            self._opt_called = True  # A scheduler asks, and release need not call `step`.
-        with nullcontext() if on_host or where is None else kernel_context(where):
-            if made:
-                insert_made(self.state, made)
-            for (_, params, _, _), run in zip(works, runs):
-                if sums := run():
-                    parts.update({params[i]: part for i, part in sums.items()})
+            if "step" in self.__dict__:
+                # A scheduler asks, and release need not call `step`.
+                self._opt_called = True
+        parts: dict[Tensor, Part] = {}
+        with nullcontext() if on_host or device is None else kernel_context(device):
+            if request.made:
+                insert_made(self.state, request.made)
+            for work, done in zip(works, prepared):
+                if sums := done.run():
+                    parts.update({work.params[i]: part for i, part in sums.items()})
         return parts
 
-    def _prepare(
-        self,
-        work: Work,
-        write: bool,
-        count: bool,
-        extras: Extras,
-        made: dict[Tensor, Entry],
-    ) -> tuple[Callable[[], dict[int, Part] | None], bool, list[Holders], ClassPlan | None]:
-        """Check and compile a group's update, and return the function that runs it.
-
-        The second result is True if that calls no operation of torch, so that modes such as
-        autocast do not matter. The third are the processes that divide it, and the last is
-        the plan of these parameters, if one is kept.
-        """
-        group, params, grads, microbatches = work
+    def _prepare(self, work: Work, request: Request) -> Prepared:
+        """Check and compile the update of a group."""
+        group, params = work.group, work.params
         if not params:  # other processes may have gradients, and are told
             idle = [self.holders_of(group, p) for p in group["params"]]
-            return lambda: None, True, [x for x in idle if x is not None], None
+            return Prepared(lambda: None, True, [x for x in idle if x is not None])
         if _is_cuda(params[0]) and is_capturing(params[0].device):
             check_capture(
                 group, self.path_of, params, self.state, self._factory_of(group)[1]
             )
         counting = group["capturable"], False
-        if microbatches is not None:
-            counting = _counting(group["capturable"], microbatches)
-        capturable, _ = counting
-        bound = self.bound_of(group, params, capturable)
+        if work.batches is not None:
+            counting = _counting(group["capturable"], work.batches)
+        bound = self.bound_of(group, params, counting[0])
         if group.get("differentiable"):
             check_modes(group)  # raises
-        if not write:
+        if not request.write:
             checks.check_moves_state(bound.rule)
         ids = tuple(map(id, params))
         key = *_asked(group), *counting, *ids
-        if bound.rule.draws:  # by the places of the parameters, which may change
-            key = *key, *_places(self, params)
+        if bound.rule.draws:  # by the positions of the parameters, which may change
+            key = *key, *places_of(self, params)
         plan, tensors = self._plans.get(key), None
         if plan is not None and plan.rule is not bound.rule:
             plan = None
@@ -885,89 +777,99 @@ class BaseOptimizer(Fields, Checkpoints):
             tensors = plan.current(params, list(entries))
         if plan is None or tensors is None:
             if not all(map(has_memory, params)):
-                return self._by_leaf(work, write, count, extras, made), False, [], None
+                return Prepared(prepare_without_memory(self, work, request), False, [])
             with uncollected(), kernel_context(params[0].device):
-                plan = self._plan(group, bound, counting, params, made, plan)
+                plan = self._new_plan(work, request, bound, counting, plan)
                 tensors, plan.made = plan.made, []
                 self._keep(key, plan)
+        grads = work.grads
         if plan.viewed:
             grads = to_local(aligned(partial(self.path_of, group), params, grads))
-        packed, at, after, given = self._scalars(
-            work, bound, plan, tensors, capturable, write, extras, made
-        )
         columns = plan.columns(tensors, grads)
-        step = Step(columns._replace(given=given) if given else columns, packed, at, write)
-
-        def check() -> None:
-            if any_distributed(grads):
-                # Raises, because their parameters are none.
-                aligned(partial(self.path_of, group), params, grads)
-            for p, part, g in zip(params, step.columns.own[0], grads):
-                checks.check_grad(self.path_of(group, p), part, g)
-
+        device = params[0].device if counting[0] else None
+        step, after = self._step_of(work, request, bound, plan, columns, tensors, device)
+        check = partial(self._check_grads, work, grads, step)
         launches, host = plan.launches(executor_of(group), step, check)
-        host = host and plan.counts.native is not None and all(map(_on_host, packed))
+        host = host and plan.counts.native is not None and all(map(_on_host, step.packed))
         # Autograd has not seen that the local shards of these were written.
-        moved = params if write and plan.viewed else []
-        run = partial(plan.run, launches, tensors, step, after, moved, count)
-        return run, host, plan.holders, plan
+        moved = params if request.write and plan.viewed else []
+        run = partial(plan.run, launches, tensors, step, after, moved, request.ends)
+        return Prepared(run, host, plan.holders, plan)
 
-    def _scalars(
+    def _check_grads(self, work: Work, grads: list[Tensor], step: Step) -> None:
+        """Raise if a gradient does not fit its parameter."""
+        if any_distributed(grads):
+            # Raises, because their parameters are none.
+            aligned(partial(self.path_of, work.group), work.params, grads)
+        for p, part, g in zip(work.params, step.columns.own[0], grads):
+            checks.check_grad(self.path_of(work.group, p), part, g)
+
+    def _new_plan(
         self,
         work: Work,
-        bound: FunctionalOptimizer,
-        plan: ClassPlan,
-        tensors: list[Any],
-        capturable: bool,
-        write: bool,
-        extras: Extras,
-        made: dict[Tensor, Entry],
-    ) -> tuple[list[Packed], list[int], Sequence[Named], list[list[Any]]]:
-        """Return the different scalars, the place of each parameter, and r after it.
-
-        The last are the columns of what the rule is given besides.
-        """
-        group, params, _, microbatches = work
-        counts, at = plan.counts.now(tensors), plan.counts.at
-        if bound.rule.join is not None:
-            new = [p for p in params if p in made and "step" not in self.state.get(p, {})]
-            where = params[0].device if capturable else None
-            running = self._running(bound, group, [made[p] for p in new], where)
-            counts = [(step, running) for step, _ in counts]
-        scalars, after = scalars_after(bound, counts, plan.coded)
-        given: list[list[Any]] = []
-        bits = rounding(self, group, params, counts, at) if plan.rounds and write else []
-        if bound.rule.given:
-            rows = bound, params, scalars, counts, at
-            scalars, at, given = given_to(self, extras, *rows)
-        return *pack(bound.rule, scalars, at, microbatches, write), after, given + bits
-
-    def _plan(
-        self,
-        group: Group,
+        request: Request,
         bound: FunctionalOptimizer,
         counting: tuple[bool, bool],
-        params: list[Tensor],
-        made: dict[Tensor, Entry],
         old: ClassPlan | None,
     ) -> ClassPlan:
-        """Return a plan, if possible of an old one. New entries are put in `made`."""
-        capturable, _ = counting
-        if old is not None and self.state and not (made or capturable):
+        """Return a plan, if possible of an old one. New entries go into `request.made`."""
+        group, params, made = work.group, work.params, request.made
+        if old is not None and self.state and not (made or counting[0]):
             # Entries that differ from checked ones in addresses: only counts are checked.
             plan = old.moved(params, [self.state.get(p, {}) for p in params])
             if plan and plan.counts.valid:
                 return plan
-        how = bound.starting_rule, group_storage(group), capturable
+        how = bound.starting_rule, group_storage(group), counting[0]
         named = [(self.path_of(group, p), p) for p in params]
         entries = [ensure_state(self.state, made, *pair, *how) for pair in named]
         if old is not None and (plan := old.moved(params, entries)) is not None:
             return plan
         holders = [self.holders_of(group, p, path) for path, p in named]
-        places = _places(self, params) if bound.rule.draws else ()
+        places = places_of(self, params) if bound.rule.draws else ()
         plan = ClassPlan(bound.rule, counting, list(zip(params, entries, holders)), places)
         plan.rounds = group_storage(group).param == "stochastic"
         return plan
+
+    def _step_of(
+        self,
+        work: Work,
+        request: Request,
+        bound: FunctionalOptimizer,
+        plan: ClassPlan,
+        columns: Columns,
+        tensors: list[Any],
+        device: torch.device | None,
+    ) -> tuple[Step, Sequence[Named]]:
+        """Return the tensors and numbers of a step, and the running scalars after it.
+
+        Args:
+            work: The parameters and gradients.
+            request: What is the same for all groups.
+            bound: The pure optimizer with the group's hyperparameters.
+            plan: The plan of the parameters.
+            columns: The tensors of the parameters, their gradients and their state.
+            tensors: The tensors of each parameter's state.
+            device: Where running scalars are computed. None: on the host.
+        """
+        params = work.params
+        counts, at = plan.counts.now(tensors), plan.counts.at
+        if bound.rule.join is not None:
+            made, known = request.made, self.state
+            new = [made[p] for p in params if p in made and "step" not in known.get(p, {})]
+            running = running_scalars(self, bound, work.group, new, device)
+            counts = [(step, running) for step, _ in counts]
+        scalars, after = scalars_after(bound, counts, plan.coded)
+        inputs: list[list[Any]] = []
+        if plan.rounds and request.write:
+            inputs = rounding_bits(self, work.group, params, counts, at)
+        if bound.rule.given:
+            rows = bound, params, scalars, counts, at
+            scalars, at, extras = with_extras(self, request.extras, *rows)
+            inputs = extras + inputs
+        if inputs:
+            columns = columns._replace(given=inputs)
+        packed, at = pack(bound.rule, scalars, at, work.batches, request.write)
+        return Step(columns, packed, at, request.write), after
 
     @torch.no_grad()
     def reset(
@@ -999,87 +901,19 @@ class BaseOptimizer(Fields, Checkpoints):
         >>> optimizer.state[w]["momentum_buffer"]
         tensor([0., 1., 1.])
         """
-        self.check_train_mode("reset()")
-        if self.in_cycle():
-            raise ValueError("reset() inside an accumulation cycle: end the cycle first")
-        if rows is not None and params is None:
-            raise ValueError("reset(rows=...) without params: say of which parameters")
-        every = [p for group in self.param_groups for p in group["params"]]
-        some = [params] if isinstance(params, Tensor) else params
-        targets = every if some is None else list(some)
-        works: list[tuple[Rule, Named, Tensor, Storage, Tensor | None, bool]] = []
-        made = dict[Tensor, Entry]()
-        for p in targets:
-            if not isinstance(p, Tensor):
-                raise TypeError(f"reset(params=...) got {p!r:.80}: allowed are parameters")
-            group = self.group_of(p)
-            capturable = group["capturable"]
-            bound, where = self.bound_of(group, [p], capturable), self.path_of(group, p)
-            rule, storage = bound.starting_rule, group_storage(group)
-            anew = None if rows is None else rows_of(rule, where, p, rows)
-            if "step" in self.state.get(p, {}):
-                ensure_state(self.state, made, where, p, rule, storage, capturable)
-                coeffs, _ = bound.advance(1.0, rule.running())
-                units = [] if rule.join is None else self._unit_of(group)
-                together = {q for x in units for q in x["params"]} <= {*targets}
-                works.append((rule, coeffs, p, storage, anew, together))
-        insert_made(self.state, made)
-        for rule, coeffs, p, storage, anew, together in works:
-            entry, mask = self.state[p], None if anew is None else mask_like(p, anew)
-            begin(rule, coeffs, p, storage, entry, mask, anew)
-            if mask is None:
-                entry["step"].zero_()
-                for name, x in rule.running()._asdict().items() if together else ():
-                    entry[name].fill_(x)
-        self._join_loaded()
+        reset(self, params, rows)
 
     def in_cycle(self) -> bool:
         """Return True if a step has taken only a part of its gradients."""
         return self.optimizer_accumulation or any(x.accumulating for x in self.releases)
 
-    def _unit_of(self, group: Group) -> list[Group]:
+    def unit_of(self, group: Group) -> list[Group]:
         """Return the groups that have the same running scalars, if their rule joins."""
         return [group]
 
     def lead_of(self, group: Group) -> Entry | None:
         """Return the entry whose running scalars are those of a group, if one has any."""
-        params = chain.from_iterable([x["params"] for x in self._unit_of(group)])
-        entries = (x for x in map(self.state.get, params) if x and "step" in x)
-        first, rule = next(entries, None), self.rule_of(group)
-        if first is None or rule.join is None:
-            return first
-        # A parameter that came from another group has that group's scalars until it steps.
-        name = rule.running._fields[0]
-        value = group.get(name)
-        same = (x for x in chain([first], entries) if _shows(x.get(name), value))
-        return next(same, first)
-
-    def _running(
-        self,
-        bound: FunctionalOptimizer,
-        group: Group,
-        fresh: list[Entry],
-        device: torch.device | None,
-    ) -> tuple[Scalar, ...]:
-        """Return a group's running scalars (None: as numbers), which `fresh` take over."""
-        names = bound.rule.running._fields
-        lead, host = self.lead_of(group) or fresh[0], device is None
-        for name, entry in product(names, fresh):
-            entry[name].copy_(lead[name])
-        values = tuple([lead[x].item() if host else lead[x].to(device) for x in names])
-        value = group.get(names[0], shown := lead[names[0]])
-        # The host would wait for a tensor on a device.
-        if value is not shown and (host or not isinstance(value, Tensor)):
-            _, start = bound.advance(1.0, bound.rule.running())
-            if value != (kept := shown.item() or float(start[0])):
-                raise ValueError(
-                    f"a group's {names[0]}={value!r} is computed by each step, which would "
-                    f"go on from {kept}: allowed is to read it. reset() begins anew, also "
-                    "after state.clear(). If all parameters with state came from another "
-                    f"group, set the group's {names[0]} to {kept}, or drop their state by "
-                    "optimizer.state.pop(p)"
-                )
-        return values
+        return lead_of(self, group)
 
     def finish_step(self, parts: dict[Tensor, Part], count: bool = True) -> None:
         """End a step: join what follows from sums over parameters (see `Rule.join`).
@@ -1087,61 +921,12 @@ class BaseOptimizer(Fields, Checkpoints):
         `parts` are what `update` has returned for all parameters that stepped.
         """
         if parts and count:
-            self._finish(parts, self.given)
+            finish(self, parts, self.given)
 
-    def _finish(self, parts: dict[Tensor, Part], extras: Extras) -> None:
-        homes = {id(self.group_of(p)) for p in parts}
-        # In the order of the groups, because all processes send the same message.
-        every = [self._unit_of(x) for x in self.param_groups if id(x) in homes]
-        units = {id(groups[0]): groups for groups in every}.values()
-        with kernel_context(next(iter(parts)).device):
-            pairs = [self._unit(groups, parts, extras) for groups in units]
-            for (_, entries), new in zip(pairs, join([unit for unit, _ in pairs])):
-                write_running(entries, new)
-            for group in chain.from_iterable(units):
-                self._publish_running(group)
-
-    def _unit(
-        self, groups: list[Group], parts: dict[Tensor, Part], extras: Extras
-    ) -> tuple[Unit, list[Entry]]:
-        """Return the sums of groups, and the entries to keep what is made of them."""
-        first, lead, entries = groups[0], self.lead_of(groups[0]) or {}, list[Entry]()
-        bound = self.bound_of(first, first["params"], first["capturable"])
-        rule, values = bound.rule, [lead[name] for name in bound.rule.running._fields]
-        if not (first["capturable"] or any(map(_is_cuda, values))):
-            values = [x.item() for x in values]
-        coeffs, running = bound.advance(1.0, rule.running(*values))
-        for name in rule.single:
-            given = [*extras.get(name, {}).values()]
-            coeffs = coeffs._replace(**{name: given[0] if given else rule.usual[name]})
-        unit = Unit(rule, coeffs, running, [], [])
-        every = list(chain.from_iterable([group["params"] for group in groups]))
-        for p in [every[i] for i in without_repeats(every)]:
-            if "step" in (entry := self.state.get(p, {})):
-                entries.append(entry)
-                leaf = partial(lambda p, entry: Leaf(p, *state_in(rule, entry)), p, entry)
-            elif p.requires_grad:  # it has had no gradient yet
-                leaf = partial(init_leaf, bound.starting_rule, p, group_storage(first))
-            else:
-                continue
-            unit.add(p, leaf, parts.get(p))
-        return unit, entries
-
-    def _publish_running(self, group: Group) -> None:
-        """Put the first of the joined running scalars into a group, under its name."""
-        bound = self.bound_of(group, group["params"], group["capturable"])
-        if bound.rule.join is not None:
-            name, lead = bound.rule.running._fields[0], self.lead_of(group)
-            _, first = bound.advance(1.0, bound.rule.running())
-            group[name] = float(first[0])
-            if lead is not None and (group["capturable"] or lead[name].is_cuda):
-                group[name] = lead[name]
-            elif lead is not None:
-                group[name] = lead[name].item() or group[name]
-
-    def _join_loaded(self) -> None:
+    def note_loaded(self) -> None:
+        """Show the running scalars of a state that was loaded or reset in the groups."""
         for group in self.param_groups:
-            self._publish_running(group)
+            publish_running(self, group)
 
     def _keep(self, key: object, plan: ClassPlan) -> None:
         """Keep a plan, in the place of the oldest if there are too many."""
@@ -1151,253 +936,11 @@ class BaseOptimizer(Fields, Checkpoints):
         self._plans[key] = plan
 
 
-class Options(TypedDict, total=False):
-    """The options of every optimizer that concern how it runs, not its rule."""
-
-    kahan_sum: bool | None
-    foreach: bool | None
-    triton: bool | None
-    gradient_release: bool
-    compile: bool | None
-    capturable: bool
-    state_dtype: torch.dtype | str | None
-    storage: StorageLike | None
-    skip_nonfinite: Literal["step", False]
-    process_group: "torch.distributed.ProcessGroup | None"
-
-
-def _once(work: Work) -> Work:
-    """Return a work in which a parameter that is in the list twice is updated once."""
-    group, params, grads, batches = work
-    at = without_repeats(params)
-    its = batches and [batches[i] for i in at]
-    return group, [params[i] for i in at], [grads[i] for i in at], its
-
-
-def found_extras(
-    optimizer: Any, given: Mapping[str, object], every: bool = False
-) -> dict[str, dict[Tensor, Tensor]]:
-    """Return extras by name and parameter: those with a gradient, or all that take one."""
-    groups: list[Group] = optimizer.param_groups
-    rules: list[Rule] = list(map(optimizer.rule_of, groups))
-    taken = {*chain.from_iterable([rule.extras for rule in rules])}
-    usual = {*chain.from_iterable([rule.usual for rule in rules])}
-    if not taken - usual <= {*given} <= taken:
-        raise TypeError(
-            f"step got the extras {sorted(given)}: this optimizer's direction takes "
-            f"{sorted(taken)} (extras are its arguments but g, s, t, x, z, r and c)"
-        )
-    params = [p for group in groups for p in group["params"]]
-    extras: dict[str, dict[Tensor, Tensor]] = {}
-    for name, x in given.items():
-        if isinstance(x, float):
-            x = torch.tensor(x, dtype=torch.float64, device="cpu")
-        rows = x
-        if isinstance(x, Tensor) and x.dim() == 0:
-            rows = dict.fromkeys(params, x)
-        elif isinstance(x, Sequence) and len(x) == len(params):
-            rows = dict(zip(params, x))
-        if not isinstance(rows, Mapping):
-            raise TypeError(
-                f"{name}={checks.shown(x)}: allowed are a number for all, a dict by "
-                f"parameter or by name, and a list of {len(params)}, one for each parameter"
-            )
-        extras[name] = {}
-        for group in [g for g, rule in zip(groups, rules) if name in rule.extras]:
-            for p in group["params"]:
-                if p.grad is not None or (every and p.requires_grad):
-                    value = rows.get(p, rows.get(optimizer.name_of(p)))
-                    single = name in optimizer.rule_of(group).single
-                    where = optimizer.path_of(group, p)
-                    extras[name][p] = _checked(name, where, p, value, single)
-    return extras
-
-
-def _checked(name: str, path: object, p: Tensor, x: object, single: bool) -> Tensor:
-    whole = isinstance(x, Tensor) and x.shape == p.shape and same_placements(p, x)
-    if not ((isinstance(x, Tensor) and x.dim() == 0) or (whole and not single)):
-        also = f"tensors of the shape {tuple(p.shape)}, with its placements, and "
-        raise ValueError(
-            f"{name} of {path}, which takes a gradient, is {checks.shown(x)}: allowed are "
-            f"{'' if single else also}0-d ones"
-        )
-    assert isinstance(x, Tensor)
-    x, part = to_local([as_real_for(p, x.detach()), p])
-    # A number in float32 would not widen by what is multiplied with it.
-    x = x.to(p.device, torch.promote_types(x.dtype, compute_dtype(p.dtype)))
-    return x.expand(part.shape) if x.dim() else x
-
-
-def given_to(
-    optimizer: Any,
-    extras: Extras,
-    bound: Any,
-    params: list[Tensor],
-    scalars: list[Scalars],
-    counts: Sequence[tuple[Scalar, Sequence[Scalar]]],
-    at: list[int],
-) -> tuple[list[Scalars], list[int], list[list[Any]]]:
-    """Return scalars and their places with the numbers that a rule is given besides.
-
-    The third result are the columns of tensors that it is given.
-    """
-    rule, columns = bound.rule, list[list[Any]]()
-    for name in rule.extras:
-        if name in rule.usual and name not in extras:
-            usual = torch.tensor(rule.usual[name], dtype=torch.float64, device="cpu")
-            columns.append([usual] * len(params))
-            continue
-        for p in params:
-            if p not in extras.get(name, ()):
-                where = optimizer.path_of(optimizer.group_of(p), p)
-                raise ValueError(
-                    f"nothing was given as {name} of {where}: allowed is to call "
-                    f"optimizer.give({name}=...) before the backward"
-                )
-        columns.append([extras[name][p] for p in params])
-    if "z" in rule.given:
-        rows = zip(at, _places(optimizer, params), params)
-        noise = [Noise(bound.seed, counts[i][0], place, p) for i, place, p in rows]
-        columns.append(noise)
-    names, indices, results = (*rule.extras, "z"), list[int](), list[Scalars]()
-    known: dict[object, int] = {}
-    for i, row in zip(at, zip(*columns)):
-        # A number is one of the scalars, and each kind of them is there once.
-        numbers = [x if _is_number(x) else None for x in row]
-        key = i, *map(id, numbers)
-        if key not in known:
-            known[key] = len(results)
-            coeffs = scalars[i].coeffs._replace(**dict(zip(names, numbers)))
-            results.append(scalars[i]._replace(coeffs=coeffs))
-        indices.append(known[key])
-    kept = [[None if _is_number(x) else x for x in column] for column in columns]
-    return results, indices, kept
-
-
-def rounding(
-    optimizer: Any,
-    group: Group,
-    params: list[Tensor],
-    counts: Sequence[tuple[Scalar, Sequence[Scalar]]],
-    at: list[int],
-) -> list[list[Noise | None]]:
-    """Return the column of random bits to round parameters by, if there are any."""
-    if (storage := group_storage(group)).param != "stochastic":
-        return []
-    seeds = [seed_of(storage, p) for p in params]
-    rows = zip(at, _places(optimizer, params), params, seeds)
-    bits = [
-        None if seed is None else Noise(seed, counts[i][0], place, p, torch.int32)
-        for i, place, p, seed in rows
-    ]
-    return [bits] if any([x is not None for x in bits]) else []
-
-
-def _places(optimizer: Any, params: list[Tensor]) -> list[int]:
-    """Return the places of parameters in the optimizer, by which noise is drawn."""
-    every = chain.from_iterable([group["params"] for group in optimizer.param_groups])
-    places = {id(p): i for i, p in reversed([*enumerate(every)])}
-    return [places[id(p)] for p in params]
-
-
-def _is_number(x: Tensor | Noise) -> bool:
-    return isinstance(x, Tensor) and x.dim() == 0
-
-
-def check_unscaled(optimizer: Any) -> None:
-    """Raise if a loss scaler has set what an update within a backward cannot honour."""
-    if optimizer.found_inf is not None or optimizer.grad_scale is not None:
-        raise RuntimeError(
-            "found_inf or grad_scale with gradient release, whose updates come before the "
-            "scaler has seen all gradients: set both to None, scale no loss, and pass "
-            "skip_nonfinite= to prepare_for_gradient_release"
-        )
-
-
-def finite_works(optimizer: Any, works: list[Work]) -> list[Work]:
-    """Return the works of a step, or none if a gradient of a process is not finite.
-
-    If a group is capturable, the device decides. Skipped steps are counted. Gradients are
-    divided by a loss scaler's factor in place, as by torch's fused step.
-    """
-    if optimizer.optimizer_accumulation:
-        raise RuntimeError(
-            "skip_nonfinite='step', found_inf or grad_scale with optimizer_accumulation="
-            "True, whose steps have been taken in part before: choose one"
-        )
-    groups, grads = optimizer.param_groups, [g for work in works for g in work[2]]
-    if optimizer.releases and not grads:
-        check_unscaled(optimizer)
-    if not all(map(has_memory, grads)):
-        return works
-    every = [p for group in groups for p in group["params"]]
-    found, scale = optimizer.found_inf, optimizer.grad_scale
-    finite = torch.ones((), dtype=torch.bool, device="cpu")
-    if found is not None:
-        finite = found.reshape(()) == 0
-    if optimizer.skips_steps:
-        finite = finite & all_finite(grads, every, optimizer.process_group)
-    on_device = any(group["capturable"] for group in groups)
-    skipped = optimizer.skipped_steps
-    if not (on_device or finite):
-        optimizer.skipped_steps = skipped + 1
-        return []
-    if scale is not None:
-        for g in {id(g): g for g in grads}.values():  # a parameter may be there twice
-            g.div_(scale)
-    if not on_device:
-        return works
-    if not isinstance(skipped, Tensor):
-        optimizer.skipped_steps = torch.full_like(finite, skipped, dtype=torch.int64)
-    optimizer.skipped_steps.add_(~finite)
-    flags = {g.device: WHOLE_BATCH._replace(finite=finite.to(g.device)) for g in grads}
-    return [(*work[:3], [flags[g.device] for g in work[2]]) for work in works]
-
-
 def _counting(capturable: bool, microbatches: list[Microbatch]) -> tuple[bool, bool]:
     """Return True if steps are counted on the device, and True if each by itself there."""
     flags = [m.finite for m in microbatches]
     on_device = capturable or any([flag is not None for flag in flags])
     return on_device, on_device and len(set(map(id, flags))) > 1
-
-
-def _shows(x: Tensor | None, value: object) -> bool:
-    """Return True if a group shows x, as itself or as a number; no device is waited for."""
-    if x is value or x is None or x.is_cuda or isinstance(value, Tensor):
-        return x is value
-    return x.item() == value
-
-
-def _number(x: Tensor) -> Scalar:
-    # A count without memory is taken for 0.
-    return x if x.is_cuda else x.item() if has_memory(x) else 0.0
-
-
-@torch.no_grad()
-def write_all(writes: list[Write]) -> None:
-    """Write values to their targets, unless a flag is false."""
-    for x, new, flag in writes:
-        write_scalar(x, new, flag)
-
-
-def with_options(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function that takes and shows `Options` in the place of its `**options`."""
-    options = [BaseOptimizer._parameters[name] for name in Options.__annotations__]
-    defaults = {x.name: x.default for x in options}
-    own = inspect.signature(function)
-    shown = [x for x in own.parameters.values() if x.kind is not x.VAR_KEYWORD]
-    shown += [x.replace(kind=x.KEYWORD_ONLY) for x in options]
-    signature, name = own.replace(parameters=shown), function.__qualname__.split(".")[0]
-    run: Callable[..., T] = function
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if kwargs.keys() - signature.parameters.keys():
-            checks.bind_call(name, signature, args, kwargs)  # raises
-        return run(*args, **{**defaults, **kwargs})
-
-    call.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
-    return call
 
 
 _RUNS = {"auto": "compiled if a compiler is found", "kernels": "compiled"}

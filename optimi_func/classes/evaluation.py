@@ -130,8 +130,9 @@ class Evaluated(BaseOptimizer):
         # The versions of parameters when a state in eval mode was loaded.
         self._versions: dict[Tensor, int] = {}
 
-    def _join_loaded(self) -> None:
-        super()._join_loaded()
+    def note_loaded(self) -> None:
+        """Show the running scalars, and note that groups in eval mode were loaded so."""
+        super().note_loaded()
         groups = [group for group in self.evaluated() if not group["train_mode"]]
         self._versions = {p: p._version for group in groups for p in group["params"]}
 

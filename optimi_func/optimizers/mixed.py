@@ -7,10 +7,11 @@ from typing import Any, NamedTuple, Protocol, Unpack
 from torch import Tensor
 from torch.optim.optimizer import StateDict
 
-from optimi_func.classes.base import BaseOptimizer, Options, with_options
+from optimi_func.classes.base import BaseOptimizer
 from optimi_func.classes.evaluation import Evaluated
 from optimi_func.classes.fields import Params
 from optimi_func.classes.groups import Group
+from optimi_func.classes.options import Options, with_options
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import TreeState
 from optimi_func.state import convert

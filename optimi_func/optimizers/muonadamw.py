@@ -15,8 +15,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from optimi_func.classes.base import Options, with_options
 from optimi_func.classes.groups import by_pattern, param_groups_by_name
+from optimi_func.classes.options import Options, with_options
 from optimi_func.core.checks import check_number
 from optimi_func.core.layout import as_layout, sides
 from optimi_func.core.lists import grouped

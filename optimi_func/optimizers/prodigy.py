@@ -164,7 +164,7 @@ class Prodigy(Body, name="prodigy"):
         """Return the factor on sum(g * (p0 - p)) in r."""
         return d / self.d0 * (self.move(t, d) * self.lr)
 
-    def _unit_of(self, group: Group) -> list[Group]:
+    def unit_of(self, group: Group) -> list[Group]:
         """Return all groups that have the same d as `group`."""
         alike = [x for x in self.param_groups if x["share_d"]]
         return alike if group["share_d"] else [group]
@@ -187,7 +187,7 @@ class Prodigy(Body, name="prodigy"):
             ValueError: The optimizer has several groups, each with its own d. This method
                 also raises all errors that `BaseOptimizer.functional` raises.
         """
-        if len(self._unit_of(self.param_groups[0])) < len(self.param_groups):
+        if len(self.unit_of(self.param_groups[0])) < len(self.param_groups):
             raise ValueError(
                 f"functional() of {len(self.param_groups)} groups with share_d=False: a "
                 "pure Prodigy has one d for its tree. Allowed are share_d=True, and Mixed "

@@ -160,7 +160,7 @@ class Checkpoints(Optimizer):
     ]
     _check_numbers: Callable[[Group], None]
     init_state: Callable[[], None]
-    _join_loaded: Callable[[], None]  # completes what was loaded
+    note_loaded: Callable[[], None]  # completes what was loaded
     holds_averages = False  # within `EMA.applied`
     # By id of the parameter: what `_written` returned after load_master_state_dict.
     _masters: Mapping[int, object] = MappingProxyType({})
@@ -421,7 +421,7 @@ class Checkpoints(Optimizer):
 
         def restore(_: Optimizer) -> None:
             self.state.update(made)
-            self._join_loaded()
+            self.note_loaded()
 
         # The groups, the state and the names are replaced, and none of them is written to.
         before = dict(vars(self))
@@ -677,4 +677,4 @@ class Checkpoints(Optimizer):
         with torch.no_grad():
             for p, x in moved:
                 p.copy_(distribute_like(p, x))
-            self._join_loaded()
+            self.note_loaded()

@@ -145,7 +145,7 @@ def test_rule_files_are_mathematics(path: Path) -> None:
     text = path.read_text()
     if re.search("^class .*name=", text, re.M):  # the methods of a body
         methods = re.findall(r"^    def .*?(?=^    def |^\w|^$)", text, re.M | re.S)
-        classes = re.compile("    def (_|functional|usual_decay)")  # are not traced
+        classes = re.compile("    def (_|functional|usual_decay|unit_of)")  # are not traced
         source = "".join([textwrap.dedent(x) for x in methods if not classes.match(x)])
     else:  # between the names of the file and the first value, or a cache of rules
         (source,) = re.findall(

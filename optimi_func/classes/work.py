@@ -1,0 +1,53 @@
+"""The records that a step hands on."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from optimi_func.classes.extras import Extras
+from optimi_func.core.owners import Holders
+from optimi_func.core.rule import Microbatch
+from optimi_func.execution.plans import ClassPlan
+from optimi_func.execution.sums import Part
+from optimi_func.state.convert import Entry, Group
+from optimi_func.state.names import without_repeats
+
+
+class Work(NamedTuple):
+    """Some parameters of a group, and a gradient for each."""
+
+    group: Group
+    params: list[Tensor]
+    grads: list[Tensor]
+    # What each gradient is of the step's whole gradient. None: all of it.
+    batches: list[Microbatch] | None = None
+
+    def once(self) -> "Work":
+        """Return the work in which a parameter that is in the list twice is there once."""
+        at = without_repeats(self.params)
+        batches = self.batches and [self.batches[i] for i in at]
+        params, grads = [self.params[i] for i in at], [self.grads[i] for i in at]
+        return Work(self.group, params, grads, batches)
+
+
+class Request(NamedTuple):
+    """The settings that all groups of an update have in common."""
+
+    write: bool  # False: the state alone is updated, and parameters stay
+    ends: bool  # False: step counts stay, because the step goes on
+    extras: Extras
+    # Entries of parameters that had no state. They become the optimizer's once nothing can
+    # fail any more.
+    made: dict[Tensor, Entry]
+
+
+class Prepared(NamedTuple):
+    """The update of a group, checked and compiled."""
+
+    # Runs the update, and returns the parts of sums over parameters by position.
+    run: Callable[[], dict[int, Part] | None]
+    # True if `run` calls no operation of torch, so modes such as autocast do not matter.
+    on_host: bool
+    holders: list[Holders]  # the processes that divide the matrices
+    plan: ClassPlan | None = None  # of these parameters, if one is kept

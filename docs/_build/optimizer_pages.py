@@ -309,8 +309,8 @@ def facts(name: str) -> list[str]:
     if rule.accumulate is None:
         found.append(
             '[Gradient release](../release.md) with `accumulation="states"` raises an '
-            "error, because the new state depends on the gradients of all micro-batches "
-            'together. Use `accumulation="buffer"` instead.'
+            "error, because the new state cannot be computed from one micro-batch at a "
+            'time. Use `accumulation="buffer"` instead.'
         )
     return found
 
@@ -350,8 +350,8 @@ def page(name: str) -> str:
         "## State",
         f"For each parameter, {documented.title} stores {note.state}. The table shows "
         f"the number of bytes per element for a {SIDE} x {SIDE} matrix. The last column of "
-        "the table also includes the gradient, which [gradient release](../release.md) "
-        "frees during the backward pass.",
+        "the table also counts the memory of the gradient, which [gradient release]"
+        "(../release.md) frees during the backward pass.",
         memory(name, note),
         "\n".join(f"- {fact}" for fact in facts(name)),
         "## Coming from elsewhere",
@@ -415,7 +415,7 @@ def index() -> str:
 
 If torch.optim contains the same optimizer, the moments have the same names as in
 torch.optim. Moments are stored without bias correction. State dicts from torch.optim can
-therefore be loaded into the classes of this package, and vice versa. The state of a 16-bit
+therefore be loaded into the classes in this package, and vice versa. The state of a 16-bit
 parameter also has the key `kahan_comp`, unless Kahan summation is off.
 """
     shapes = """

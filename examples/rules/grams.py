@@ -4,8 +4,8 @@
 x -= lr |m| / sqrt(v) sign(g)
 
 Use Grams if each element of a step should be as large as in Adam, but
-follow the sign of the current gradient. Grams is related to the option
-`cautious=True` of other optimizers.
+follow the sign of the current gradient. Grams is related to the
+`cautious=True` option of other optimizers.
 """
 
 from typing import NamedTuple

@@ -5,8 +5,8 @@ Approximation with a Low-Rank Extension, Gong et al. 2025
 r = b r + (1 - b) mean_j(g^2), c = b c + (1 - b) mean_i(g^2),
 x -= lr alpha g / sqrt(r c)
 
-Use RACS for pretraining if you have hardly more memory than SGD needs. RACS
-stores one value for each row and one value for each column.
+Use RACS for pretraining if there is almost no memory for optimizer state.
+RACS stores one value for each row and one value for each column.
 """
 
 from typing import NamedTuple

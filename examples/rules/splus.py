@@ -5,9 +5,10 @@ x -= lr 2 / (m + n) Q sign(Q^T m R) R^T,
 where Q and R are eigenvectors of E[g g^T] and E[g^T g]
 
 Use SPlus if the same lr should work for networks of all widths. SPlus takes
-steps in the eigenbasis of Shampoo's matrices, and computes this eigenbasis
-only rarely. The authors of SPlus evaluate their models with averaged
-weights. For averaged weights, use `EMA(optimizer, 0.999)`.
+steps in the eigenbasis of Shampoo's matrices, and recomputes this
+eigenbasis only every `gap` steps. The authors of SPlus evaluate their
+models with averaged weights. To average the weights, use
+`EMA(optimizer, 0.999)`.
 """
 
 from typing import NamedTuple

@@ -29,7 +29,7 @@ def torchs_options(group: Group) -> Group:
 
 
 def our_options(group: Group) -> Group:
-    """Return the options with which this class continues a torch.optim.Adafactor group."""
+    """Return the options that make this class continue a torch.optim.Adafactor run."""
     options = {"torch_form": True, "flatten": False, "beta1": None}
     return options if "beta2_decay" in group and group.get("torch_form", {}) == {} else {}
 
@@ -71,7 +71,7 @@ class Adafactor(Body, name="adafactor"):
 
     Args:
         eps: The pair (eps1, eps2). eps1 is added to the squared gradients, and eps2 is a
-            lower bound for RMS(p) in scale_parameter.
+            lower bound for RMS(p) if scale_parameter=True.
         clip_threshold: The largest RMS that a direction U may have. Directions with a
             larger RMS are scaled down. inf turns off this clipping.
         decay_rate: Exponent of t in the formula for b, at most 0, for example -0.8.
@@ -100,7 +100,7 @@ class Adafactor(Body, name="adafactor"):
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 
     If you use gradient release with accumulation="states", Adafactor raises an error,
-    because its state cannot be computed from the gradients of single micro-batches.
+    because its state cannot be computed from one micro-batch at a time.
 
     References:
         Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost",

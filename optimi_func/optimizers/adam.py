@@ -157,11 +157,11 @@ class AdamW(Corrected, WithLargest, name="adamw"):
             moment.
         amsgrad: In the divisor, replace v by the largest v so far, element by element
             (arXiv:1904.09237).
-        mars: A factor that turns on MARS. MARS replaces g by g + mars * b1 / (1 - b1) * (g
-            - g_prev), where g_prev is the gradient of the previous step. If the result has
-            a norm above 1, MARS scales it to a norm of 1. The paper uses mars=0.025 with
-            betas of 0.95 and 0.99, and a larger lr than for AdamW. MARS also stores g_prev,
-            and cannot be combined with amsgrad. None turns MARS off.
+        mars: Setting this factor turns on MARS. MARS replaces g by g + mars * b1 / (1 - b1)
+            * (g - g_prev), where g_prev is the gradient of the previous step. If the result
+            has a norm above 1, MARS scales it to a norm of 1. The paper uses mars=0.025
+            with betas of 0.95 and 0.99, and a larger lr than for AdamW. MARS also stores
+            g_prev, and cannot be combined with amsgrad. None turns MARS off.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 

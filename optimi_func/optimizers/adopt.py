@@ -39,7 +39,7 @@ class ADOPT(Body, name="adopt"):
             the gradient. With decouple_wd=True, lr * weight_decay * p is subtracted from p
             instead. With decouple_lr=True, lr / max_lr * weight_decay * p is subtracted
             from p.
-        eps: Lower bound of sqrt(v), by which gradients are divided.
+        eps: Lower bound for the divisor of the gradient, sqrt(v).
         decouple_wd: Subtract weight decay directly from the parameter instead of adding it
             to the gradient.
 

@@ -120,7 +120,7 @@ def along(q: Tensor, x: Tensor, i: int) -> Tensor:
 
 
 def fitted(qs: list[Tensor], a: Tensor, b: Tensor, rate: Scalar) -> list[Tensor]:
-    """Return the factors after a fit to direction `a` and noise `b`, with equal maxima."""
+    """Fit the factors to direction `a` and noise `b`, and return them with equal maxima."""
     for i, q in enumerate(qs):
         if q.dim() == 1:
             back = 1.0 / q

@@ -25,10 +25,10 @@ class Lion(Corrected, name="lion"):
             fraction of m that carries over to the next step.
         weight_decay: Coefficient of weight decay. Each step multiplies weight_decay by lr,
             or by lr / max_lr if decouple_lr=True.
-        mars: A factor that turns on MARS. MARS replaces g by g + mars * b1 / (1 - b1) * (g
-            - g_prev), where g_prev is the gradient of the previous step. If the result has
-            a norm above 1, MARS scales it to a norm of 1. The paper uses mars=0.025 and two
-            equal betas. MARS also stores g_prev. None turns MARS off.
+        mars: Setting this factor turns on MARS. MARS replaces g by g + mars * b1 / (1 - b1)
+            * (g - g_prev), where g_prev is the gradient of the previous step. If the result
+            has a norm above 1, MARS scales it to a norm of 1. The paper uses mars=0.025 and
+            two equal betas. MARS also stores g_prev. None turns MARS off.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.
 

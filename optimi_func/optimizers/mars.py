@@ -21,9 +21,9 @@ def refuse_mars(group: Group) -> Group:
 class Corrected(Body):
     """Base class of optimizers with the `mars` option, which corrects each gradient.
 
-    The methods `directed` and `accumulated` of a subclass do not correct gradients. If
-    `mars` is set, the optimizer has a `measure` method, stores prev_grad in its state, and
-    has no `accumulate` method.
+    A subclass's `directed` and `accumulated` methods do not correct gradients. If `mars` is
+    set, the optimizer has a `measure` method, stores prev_grad in its state, and has no
+    `accumulate` method.
     """
 
     directed: ClassVar[Callable[..., tuple[Tensor, Any]]]

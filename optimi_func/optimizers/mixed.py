@@ -32,12 +32,12 @@ from optimi_func.transforms.partition import (
 
 
 def rule_name(value: FunctionalOptimizer) -> str:
-    """Return the name of a rule in param groups: the name of its factory."""
+    """Return a rule's name in param groups, which is the name of the rule's factory."""
     return type(value).__name__
 
 
 class Named:
-    """A predicate that selects parameters by a set of names."""
+    """A predicate that selects the parameters whose names are in a set."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = frozenset(names)
@@ -57,7 +57,7 @@ class Part(NamedTuple):
 
 
 class Chooser(Protocol):
-    """The choice of parts for groups that are added after construction."""
+    """Chooses the parts for groups that are added after construction."""
 
     def names(self, params: list[Tensor]) -> list[str | None]:
         """Return the name of each parameter, or None for a parameter without a name."""
@@ -231,7 +231,7 @@ class Mixed(Evaluated):
         return [Part(value, {}, some) for value, some in found if some]
 
     def describe(self) -> str:
-        """Return `BaseOptimizer.describe()`, and each parameter's rule and shape."""
+        """Return `BaseOptimizer.describe()` with each parameter's rule and shape added."""
         return f"{super().describe()}\n\n{listed(self.named_groups())}"
 
     def torch_state_dict(self) -> StateDict:
@@ -250,10 +250,10 @@ class Mixed(Evaluated):
         return dicts
 
     def _find(self, state_dict: StateDict, strict: bool, match: str) -> Match:
-        """Match a state dict, rule by rule.
+        """Match a state dict to the parameters, rule by rule.
 
-        The state dict is either from this class, or a dict with a torch state dict for each
-        rule. If strict is False, a parameter whose rule has changed gets no entry.
+        The state dict was either saved by this class, or maps each rule to a torch state
+        dict. If strict is False, a parameter whose rule has changed gets no entry.
         """
         rules = list(dict.fromkeys(map(rule_name, self._values)))
         named = self.named_groups()
@@ -299,7 +299,7 @@ class Mixed(Evaluated):
         return Match(groups, entries, others, LoadReport(missing, unexpected))
 
     def functional(self) -> tuple[Partition, PartitionState]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return a `partition` with a part for each param group, and its state.
+        """Return a `partition` with one part per param group, and the partition's state.
 
         The state is for the tree {name: parameter}: see `BaseOptimizer.functional`.
 
@@ -326,15 +326,16 @@ class Mixed(Evaluated):
     def load_functional(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state: PartitionState, params: dict[str, Tensor] | None = None
     ) -> None:
-        """Continue from a state of the pure optimizer that `functional` returned.
+        """Continue from a state of the pure optimizer returned by `functional`.
 
         Args:
             state: The state of a `partition`, for the tree {name: parameter}.
             params: New values of the parameters, by name.
 
         Raises:
-            ValueError: The state contains a name that no parameter has, or its shapes or
-                fields do not fit. If an error is raised, nothing is loaded.
+            ValueError: The state contains a name that no parameter has, or the state's
+                shapes or fields do not match the optimizer's. If an error is raised,
+                nothing is loaded.
         """
         self.check_train_mode("load_functional()")
         entries: dict[Tensor, Entry] = {}

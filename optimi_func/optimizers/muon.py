@@ -183,8 +183,9 @@ class Muon(Body, name="muon"):
             contains the number of rows of each part. {"rows": 3} means the same as 3.
             {"columns": 12} divides the columns, for example into the 12 heads of an output
             projection. {"rows": 3, "repeats": 12} is for parameters in which a sequence of
-            3 parts repeats 12 times, such as query, key and value for each of 12 heads in
-            GPT-NeoX. Each of the 3 matrices then consists of its rows from all 12 repeats.
+            3 parts repeats 12 times. In GPT-NeoX, for example, the sequence of query, key
+            and value repeats for each of 12 heads. For each of the 3 parts, the rows from
+            all 12 repeats then form one matrix.
         transposed: Pass True if the parameters are stored as (inputs, outputs), as in
             transformers' Conv1D. Muon then orthogonalizes the transposed matrices. In the
             formula for s and in options such as split, rows are therefore outputs.

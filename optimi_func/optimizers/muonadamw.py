@@ -89,12 +89,13 @@ def MuonAdamW(  # noqa: D417
     If n processes hold shards or copies of a matrix, one of these processes orthogonalizes
     the matrix. Matrices are assigned to processes so that each process has about the same
     amount of work. If the matrices are sharded, the processes exchange shards in two calls
-    of `all_to_all_single` per step. In both calls of `all_to_all_single` together, each
-    process receives 2 (n - 1) / n^2 of all elements. If every process has a copy of each
-    matrix (Replicate, or plain tensors with `process_group`), there is one `all_gather` per
-    step. In this `all_gather`, each process receives (n - 1) / n of all elements. A stack
-    of matrices needs no communication if the shards contain complete matrices. If every
-    process has a copy of a stack, the matrices of the stack are divided among the
+    of `all_to_all_single` per step. In the two `all_to_all_single` calls together, each
+    process receives a fraction 2 (n - 1) / n^2 of all elements. If every process has a copy
+    of each matrix, there is one `all_gather` per step. In this `all_gather`, each process
+    receives a fraction (n - 1) / n of all elements. Every process has a copy of a matrix if
+    its placement is Replicate, or if it is a plain tensor and you pass `process_group`. A
+    stack of matrices needs no communication if the shards contain complete matrices. If
+    every process has a copy of a stack, the matrices of the stack are divided among the
     processes. Parameters that are offloaded, or that are sharded along two dimensions of a
     mesh, are gathered in every process. Before a step changes any tensor, each process
     sends 8 bytes, so that the processes can check that they all take the same step.
@@ -307,10 +308,11 @@ def _made(
 
 
 class LateChooser:
-    """The kinds of parameters that are added to an existing MuonAdamW.
+    """Chooses the kind of each parameter that is added to an existing MuonAdamW.
 
     Parameters of the model get the same kinds as in a new MuonAdamW for the model. All
-    other parameters are updated by AdamW, because their layers are not known.
+    other parameters are updated by AdamW, because MuonAdamW does not know which layers they
+    belong to.
     """
 
     def __init__(
@@ -377,7 +379,7 @@ class LateChooser:
         return next((x for k, x in patterns.items() if fnmatchcase(plain, k)), usual)
 
     def _kinds(self, pairs: list[tuple[str, Tensor]]) -> dict[str, str]:
-        """Return the kind of each parameter that is now in the model, by given name."""
+        """Map the given name of each parameter that is now in the model to its kind."""
         paths = self._paths()
         inside = [(name, path) for name, p in pairs if (path := paths.get(id(p)))]
         model = None if self._model is None else self._model()
@@ -417,7 +419,7 @@ def NorMuonAdamW(  # noqa: D417
 
 
 class HiddenMatrices:
-    """The predicate that `hidden_matrices` returns. `str` gives one line for each kind."""
+    """The predicate that `hidden_matrices` returns. Its `str` has one line per kind."""
 
     __name__ = "hidden_matrices"
 
@@ -457,12 +459,12 @@ def hidden_matrices(
 ) -> HiddenMatrices:
     """Return a predicate that selects hidden matrices, for `Mixed` and `partition`.
 
-    The predicate selects weights with at least two dimensions, stacks of matrices
-    (parameters with three dimensions, like the weights of experts), and matrices of
-    experts. The predicate does not select embeddings, weights that are tied to an
-    embedding, output layers, routers, gates, matrices with a single row or column, or
-    weights of 1-d convolutions. Other parameters without "weight" in their name, such as
-    class tokens and positions, are not selected either.
+    The predicate selects weights with at least two dimensions, stacks of matrices, and
+    matrices of experts. A stack of matrices is a parameter with three dimensions, such as
+    the weights of all experts in a layer. The predicate does not select embeddings, weights
+    that are tied to an embedding, output layers, routers, gates, matrices with a single row
+    or column, or weights of 1-d convolutions. The predicate also skips all other parameters
+    without "weight" in their name, such as class tokens and positions.
 
     A layer is an output layer if it meets one of these conditions:
 
@@ -488,7 +490,7 @@ def hidden_matrices(
     three dimensions raise an error.
 
     Some layers store their weight as (inputs, outputs): Conv1D in transformers' GPT-2,
-    experts in transformers that have the `is_transposed` attribute, and nn.ConvTranspose2d
+    expert layers in transformers with the `is_transposed` attribute, and nn.ConvTranspose2d
     and nn.ConvTranspose3d without groups. print(hidden_matrices(model)) lists these layers
     on a separate line, and `MuonAdamW` orthogonalizes their transposed weights. In a
     `Mixed` or `partition`, add a part with `muon(transposed=True)` for these layers.

@@ -20,7 +20,7 @@ __all__ = ["Prodigy", "prodigy", "prodigy_init", "prodigy_step"]
 
 
 def kept_for(p: Tensor, kept: MomentStorage) -> MomentStorage:
-    """Return float32 in place of float16, in which d * g would be 0 while d is small."""
+    """Replace float16 with float32, because d * g is 0 in float16 while d is small."""
     low = dtype_in(p, kept) == torch.float16 and not in_codes(p, kept)
     return torch.float32 if low else kept
 

@@ -44,9 +44,9 @@ class RMSprop(Coupled, name="rmsprop"):
             momentum=0, b is not stored. The momentum may change during a run.
         centered: Divide by the gradient's standard deviation instead of its root mean
             square.
-        tf_like: Use TensorFlow's formula, with which many published results in
-            reinforcement learning were obtained. In TensorFlow's formula, v begins at 1,
-            and eps is added to v before the square root is taken.
+        tf_like: Use TensorFlow's formula, as in many published reinforcement-learning
+            results. In TensorFlow's formula, v begins at 1, and eps is added to v before
+            the square root is taken.
         decouple_wd: Subtract weight decay directly from the parameter instead of adding it
             to the gradient.
 

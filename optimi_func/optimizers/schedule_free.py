@@ -139,7 +139,7 @@ class ScheduleFreeSGD(ScheduleFreeOptimizer, name="schedule_free_sgd"):
     lr_t)^weight_lr_power. c is the weight of step t divided by the sum of all weights so
     far.
 
-    Wherever you call `model.train()` or `model.eval()`, also call the same method of the
+    Wherever you call `model.train()` or `model.eval()`, also call the same method on the
     optimizer. In eval mode the parameters hold the average x, and a step raises an error.
     The learning rate needs a warmup, but no other schedule.
 
@@ -219,7 +219,7 @@ class ScheduleFreeAdamW(Squares, name="schedule_free_adamw"):
     max(lr_1, ..., lr_t)^weight_lr_power. c is the weight of step t divided by the sum of
     all weights so far.
 
-    Wherever you call `model.train()` or `model.eval()`, also call the same method of the
+    Wherever you call `model.train()` or `model.eval()`, also call the same method on the
     optimizer. In eval mode the parameters hold the average x, and a step raises an error.
     The learning rate needs a warmup, but no other schedule.
 
@@ -260,7 +260,7 @@ class ScheduleFreeRAdam(Squares, name="schedule_free_radam"):
     All other formulas are the same as in `ScheduleFreeAdamW`. With silent_sgd_phase=False,
     steps with rho <= 4 are SGD steps: z <- z - lr * (g + weight_decay * y).
 
-    Wherever you call `model.train()` or `model.eval()`, also call the same method of the
+    Wherever you call `model.train()` or `model.eval()`, also call the same method on the
     optimizer. In eval mode the parameters hold the average x, and a step raises an error.
     The learning rate needs no warmup or any other schedule.
 

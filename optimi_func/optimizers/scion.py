@@ -1,4 +1,4 @@
-"""Scion (Pethick et al. 2025): steps to the corners of norm balls."""
+"""Scion (Pethick et al. 2025): steps of fixed length in a norm that suits the layer."""
 
 from dataclasses import KW_ONLY
 

@@ -392,6 +392,181 @@ class BaseOptimizer(Fields, Checkpoints):
             finish(self, parts, found)
         return loss
 
+    def _update(
+        self, works: list[Work], request: Request, whole: bool = False
+    ) -> dict[Tensor, Part]:
+        """Check everything, compile everything, and then write.
+
+        Args:
+            works: The parameters to update and their gradients, by group.
+            request: What is the same for all of them.
+            whole: True for a step of all groups.
+
+        Returns:
+            The parts of sums over parameters, for `finish_step`.
+        """
+        prepared: list[Prepared] = []
+        divided: dict[int, list[Holders]] = {}
+        lists: list[object] = []
+        for work in works:
+            done = self._prepare(work, request)
+            prepared.append(done)
+            lists += done.plan, len(work.group["params"])
+            if done.holders:
+                divided[id(work.group)] = done.holders
+        # A plan belongs to one list of parameters, so equal plans mean equal lists.
+        if whole and lists != self._stepped:
+            self.check_lists()
+            if any([len(work.params) > len({*map(id, work.params)}) for work in works]):
+                works = [work.once() for work in works]
+                return self._update(works, request._replace(new_entries={}), whole)
+            self._stepped = lists
+        if request.write and divided:
+            holders = list(chain.from_iterable(divided.values()))
+            agree(holders, facts_of(self, divided, works))
+        self._has_stepped = True
+        if request.write and request.ends:
+            self.step_calls += 1
+            if "step" in self.__dict__:
+                # A scheduler wraps `step`, and warns if nothing has called it. Gradient
+                # release calls `update` instead.
+                self._opt_called = True
+        parts: dict[Tensor, Part] = {}
+        if request.new_entries:
+            insert_made(self.state, request.new_entries)
+        for work, done in zip(works, prepared):
+            with nullcontext() if done.on_host else kernel_context(work.params[0].device):
+                sums = done.run()
+            if sums:
+                parts.update({work.params[i]: part for i, part in sums.items()})
+        return parts
+
+    def _prepare(self, work: Work, request: Request) -> Prepared:
+        """Check and compile the update of a group."""
+        group, params = work.group, work.params
+        if not params:  # other processes may have gradients, and are told
+            idle = [self.holders_of(group, p) for p in group["params"]]
+            return Prepared(lambda: None, True, [x for x in idle if x is not None])
+        if _is_cuda(params[0]) and is_capturing(params[0].device):
+            check_capture(
+                group, self.path_of, params, self.state, self._factory_of(group)[1]
+            )
+        counting = group["capturable"], False
+        if work.batches is not None:
+            counting = _counting(group["capturable"], work.batches)
+        bound = self.bound_of(group, params, counting[0])
+        if group.get("differentiable"):
+            check_modes(group)  # raises
+        if not request.write:
+            checks.check_moves_state(bound.rule)
+        ids = tuple(map(id, params))
+        key = *_asked(group), *counting, *ids
+        if bound.rule.draws:  # by the positions of the parameters, which may change
+            key = *key, *places_of(self, params)
+        plan, tensors = self._plans.get(key), None
+        if plan is not None and plan.rule is not bound.rule:
+            plan = None
+        if plan is not None:
+            # Looking up each parameter would call Tensor.__hash__, which is Python.
+            alone = len(self.state) == len(ids) and tuple(map(id, self.state)) == ids
+            entries = self.state.values() if alone else map(self.state.get, params)
+            tensors = plan.current(params, list(entries))
+        if plan is None or tensors is None:
+            if not all(map(has_memory, params)):
+                return Prepared(prepare_without_memory(self, work, request), False, [])
+            with uncollected(), kernel_context(params[0].device):
+                plan = self._new_plan(work, request, bound, counting, plan)
+                tensors, plan.made = plan.made, []
+                self._keep(key, plan)
+        grads = work.grads
+        if plan.viewed:
+            grads = to_local(aligned(partial(self.path_of, group), params, grads))
+        columns = plan.columns(tensors, grads)
+        device = params[0].device if counting[0] else None
+        step, after = self._step_of(work, request, bound, plan, columns, tensors, device)
+        check = partial(self._check_grads, work, grads, step)
+        launches, host = plan.launches(executor_of(group), step, check)
+        host = host and plan.counts.native is not None and all(map(_on_host, step.packed))
+        # Autograd has not seen that the local shards of these were written.
+        written = params if request.write and plan.viewed else []
+        run = partial(plan.run, launches, tensors, step, after, written, request.ends)
+        return Prepared(run, host, plan.holders, plan)
+
+    def _check_grads(self, work: Work, grads: list[Tensor], step: Step) -> None:
+        """Raise if a gradient does not fit its parameter."""
+        if any_distributed(grads):
+            # Raises, because their parameters are none.
+            aligned(partial(self.path_of, work.group), work.params, grads)
+        for p, part, g in zip(work.params, step.columns.own[0], grads):
+            checks.check_grad(self.path_of(work.group, p), part, g)
+
+    def _new_plan(
+        self,
+        work: Work,
+        request: Request,
+        bound: FunctionalOptimizer,
+        counting: tuple[bool, bool],
+        old: ClassPlan | None,
+    ) -> ClassPlan:
+        """Return a plan, if possible of an old one, and collect new entries."""
+        group, params, made = work.group, work.params, request.new_entries
+        if old is not None and self.state and not (made or counting[0]):
+            # Entries that differ from checked ones in addresses: only counts are checked.
+            plan = old.moved(params, [self.state.get(p, {}) for p in params])
+            if plan and plan.counts.valid:
+                return plan
+        how = bound.starting_rule, group_storage(group), counting[0]
+        named = [(self.path_of(group, p), p) for p in params]
+        entries = [ensure_state(self.state, made, *pair, *how) for pair in named]
+        if old is not None and (plan := old.moved(params, entries)) is not None:
+            return plan
+        holders = [self.holders_of(group, p, path) for path, p in named]
+        places = places_of(self, params) if bound.rule.draws else ()
+        plan = ClassPlan(bound.rule, counting, list(zip(params, entries, holders)), places)
+        plan.rounds = group_storage(group).param == "stochastic"
+        return plan
+
+    def _step_of(
+        self,
+        work: Work,
+        request: Request,
+        bound: FunctionalOptimizer,
+        plan: ClassPlan,
+        columns: Columns,
+        tensors: list[Any],
+        device: torch.device | None,
+    ) -> tuple[Step, Sequence[Named]]:
+        """Return the tensors and numbers of a step, and the running scalars after it.
+
+        Args:
+            work: The parameters and gradients.
+            request: What is the same for all groups.
+            bound: The pure optimizer with the group's hyperparameters.
+            plan: The plan of the parameters.
+            columns: The tensors of the parameters, their gradients and their state.
+            tensors: The tensors of each parameter's state.
+            device: Where running scalars are computed. None: on the host.
+        """
+        params = work.params
+        counts, at = plan.counts.now(tensors), plan.counts.at
+        if bound.rule.join is not None:
+            made, known = request.new_entries, self.state
+            new = [made[p] for p in params if p in made and "step" not in known.get(p, {})]
+            running = running_scalars(self, bound, work.group, new, device)
+            counts = [(step, running) for step, _ in counts]
+        scalars, after = scalars_after(bound, counts, plan.coded)
+        inputs: list[list[Any]] = []
+        if plan.rounds and request.write:
+            inputs = rounding_bits(self, work.group, params, counts, at)
+        if bound.rule.given:
+            rows = bound, params, scalars, counts, at
+            scalars, at, extras = with_extras(self, request.extras, *rows)
+            inputs = extras + inputs
+        if inputs:
+            columns = columns._replace(given=inputs)
+        packed, at = pack(bound.rule, scalars, at, work.batches, request.write)
+        return Step(columns, packed, at, request.write), after
+
     def init_state(self) -> None:
         """Create the state of every trainable parameter that has none.
 
@@ -691,185 +866,8 @@ class BaseOptimizer(Fields, Checkpoints):
         # Tensors and numpy's arrays have this.
         objects = () if plain else flat
         mutable = any([type(x) in (list, dict) or hasattr(x, "__array__") for x in objects])
-        self._bound[id(group)] = None if mutable else inputs, bound
+        self._bound[id(group)] = (None if mutable else inputs), bound
         return bound
-
-    def _update(
-        self, works: list[Work], request: Request, whole: bool = False
-    ) -> dict[Tensor, Part]:
-        """Check everything, compile everything, and then write.
-
-        Args:
-            works: The parameters to update and their gradients, by group.
-            request: What is the same for all of them.
-            whole: True for a step of all groups.
-
-        Returns:
-            The parts of sums over parameters, for `finish_step`.
-        """
-        prepared: list[Prepared] = []
-        divided: dict[int, list[Holders]] = {}
-        lists: list[object] = []
-        on_host, device = True, None
-        for work in works:
-            done = self._prepare(work, request)
-            prepared.append(done)
-            lists += done.plan, len(work.group["params"])
-            on_host = on_host and done.on_host
-            if done.holders:
-                divided[id(work.group)] = done.holders
-            if device is None and work.params:
-                device = work.params[0].device
-        # A plan is for one list, so that equal plans have the parameters of the last step.
-        if whole and lists != self._stepped:
-            self.check_lists()
-            if any([len(work.params) > len({*map(id, work.params)}) for work in works]):
-                works = [work.once() for work in works]
-                return self._update(works, request._replace(made={}), whole)
-            self._stepped = lists
-        if request.write and divided:
-            holders = list(chain.from_iterable(divided.values()))
-            agree(holders, facts_of(self, divided, works))
-        self._has_stepped = True
-        if request.write and request.ends:
-            self.step_calls += 1
-            if "step" in self.__dict__:
-                # A scheduler asks, and release need not call `step`.
-                self._opt_called = True
-        parts: dict[Tensor, Part] = {}
-        with nullcontext() if on_host or device is None else kernel_context(device):
-            if request.made:
-                insert_made(self.state, request.made)
-            for work, done in zip(works, prepared):
-                if sums := done.run():
-                    parts.update({work.params[i]: part for i, part in sums.items()})
-        return parts
-
-    def _prepare(self, work: Work, request: Request) -> Prepared:
-        """Check and compile the update of a group."""
-        group, params = work.group, work.params
-        if not params:  # other processes may have gradients, and are told
-            idle = [self.holders_of(group, p) for p in group["params"]]
-            return Prepared(lambda: None, True, [x for x in idle if x is not None])
-        if _is_cuda(params[0]) and is_capturing(params[0].device):
-            check_capture(
-                group, self.path_of, params, self.state, self._factory_of(group)[1]
-            )
-        counting = group["capturable"], False
-        if work.batches is not None:
-            counting = _counting(group["capturable"], work.batches)
-        bound = self.bound_of(group, params, counting[0])
-        if group.get("differentiable"):
-            check_modes(group)  # raises
-        if not request.write:
-            checks.check_moves_state(bound.rule)
-        ids = tuple(map(id, params))
-        key = *_asked(group), *counting, *ids
-        if bound.rule.draws:  # by the positions of the parameters, which may change
-            key = *key, *places_of(self, params)
-        plan, tensors = self._plans.get(key), None
-        if plan is not None and plan.rule is not bound.rule:
-            plan = None
-        if plan is not None:
-            # A tensor's hash is a call of Python.
-            alone = len(self.state) == len(ids) and tuple(map(id, self.state)) == ids
-            entries = self.state.values() if alone else map(self.state.get, params)
-            tensors = plan.current(params, list(entries))
-        if plan is None or tensors is None:
-            if not all(map(has_memory, params)):
-                return Prepared(prepare_without_memory(self, work, request), False, [])
-            with uncollected(), kernel_context(params[0].device):
-                plan = self._new_plan(work, request, bound, counting, plan)
-                tensors, plan.made = plan.made, []
-                self._keep(key, plan)
-        grads = work.grads
-        if plan.viewed:
-            grads = to_local(aligned(partial(self.path_of, group), params, grads))
-        columns = plan.columns(tensors, grads)
-        device = params[0].device if counting[0] else None
-        step, after = self._step_of(work, request, bound, plan, columns, tensors, device)
-        check = partial(self._check_grads, work, grads, step)
-        launches, host = plan.launches(executor_of(group), step, check)
-        host = host and plan.counts.native is not None and all(map(_on_host, step.packed))
-        # Autograd has not seen that the local shards of these were written.
-        moved = params if request.write and plan.viewed else []
-        run = partial(plan.run, launches, tensors, step, after, moved, request.ends)
-        return Prepared(run, host, plan.holders, plan)
-
-    def _check_grads(self, work: Work, grads: list[Tensor], step: Step) -> None:
-        """Raise if a gradient does not fit its parameter."""
-        if any_distributed(grads):
-            # Raises, because their parameters are none.
-            aligned(partial(self.path_of, work.group), work.params, grads)
-        for p, part, g in zip(work.params, step.columns.own[0], grads):
-            checks.check_grad(self.path_of(work.group, p), part, g)
-
-    def _new_plan(
-        self,
-        work: Work,
-        request: Request,
-        bound: FunctionalOptimizer,
-        counting: tuple[bool, bool],
-        old: ClassPlan | None,
-    ) -> ClassPlan:
-        """Return a plan, if possible of an old one. New entries go into `request.made`."""
-        group, params, made = work.group, work.params, request.made
-        if old is not None and self.state and not (made or counting[0]):
-            # Entries that differ from checked ones in addresses: only counts are checked.
-            plan = old.moved(params, [self.state.get(p, {}) for p in params])
-            if plan and plan.counts.valid:
-                return plan
-        how = bound.starting_rule, group_storage(group), counting[0]
-        named = [(self.path_of(group, p), p) for p in params]
-        entries = [ensure_state(self.state, made, *pair, *how) for pair in named]
-        if old is not None and (plan := old.moved(params, entries)) is not None:
-            return plan
-        holders = [self.holders_of(group, p, path) for path, p in named]
-        places = places_of(self, params) if bound.rule.draws else ()
-        plan = ClassPlan(bound.rule, counting, list(zip(params, entries, holders)), places)
-        plan.rounds = group_storage(group).param == "stochastic"
-        return plan
-
-    def _step_of(
-        self,
-        work: Work,
-        request: Request,
-        bound: FunctionalOptimizer,
-        plan: ClassPlan,
-        columns: Columns,
-        tensors: list[Any],
-        device: torch.device | None,
-    ) -> tuple[Step, Sequence[Named]]:
-        """Return the tensors and numbers of a step, and the running scalars after it.
-
-        Args:
-            work: The parameters and gradients.
-            request: What is the same for all groups.
-            bound: The pure optimizer with the group's hyperparameters.
-            plan: The plan of the parameters.
-            columns: The tensors of the parameters, their gradients and their state.
-            tensors: The tensors of each parameter's state.
-            device: Where running scalars are computed. None: on the host.
-        """
-        params = work.params
-        counts, at = plan.counts.now(tensors), plan.counts.at
-        if bound.rule.join is not None:
-            made, known = request.made, self.state
-            new = [made[p] for p in params if p in made and "step" not in known.get(p, {})]
-            running = running_scalars(self, bound, work.group, new, device)
-            counts = [(step, running) for step, _ in counts]
-        scalars, after = scalars_after(bound, counts, plan.coded)
-        inputs: list[list[Any]] = []
-        if plan.rounds and request.write:
-            inputs = rounding_bits(self, work.group, params, counts, at)
-        if bound.rule.given:
-            rows = bound, params, scalars, counts, at
-            scalars, at, extras = with_extras(self, request.extras, *rows)
-            inputs = extras + inputs
-        if inputs:
-            columns = columns._replace(given=inputs)
-        packed, at = pack(bound.rule, scalars, at, work.batches, request.write)
-        return Step(columns, packed, at, request.write), after
 
     @torch.no_grad()
     def reset(

@@ -49,7 +49,7 @@ def prepare_without_memory(
     for path, p, g in zip(paths, params, grads):
         checks.check_grad(path, p, g)
     entries = [
-        ensure_state(optimizer.state, request.made, path, p, *how)
+        ensure_state(optimizer.state, request.new_entries, path, p, *how)
         for path, p in zip(paths, params)
     ]
     tensors = [[entry[name] for name in names] for entry in entries]

@@ -32,20 +32,21 @@ class Work(NamedTuple):
 
 
 class Request(NamedTuple):
-    """The settings that all groups of an update have in common."""
+    """The parts of an update that all its groups have in common."""
 
-    write: bool  # False: the state alone is updated, and parameters stay
-    ends: bool  # False: step counts stay, because the step goes on
+    write: bool  # False: only the state is updated, and the parameters stay
+    ends: bool  # False: step counts stay, because further gradients of the step follow
     extras: Extras
-    # Entries of parameters that had no state. They become the optimizer's once nothing can
-    # fail any more.
-    made: dict[Tensor, Entry]
+    # An output: the new entries of parameters that had no state. `_prepare` collects them
+    # here, and they become the optimizer's state once nothing can fail any more.
+    new_entries: dict[Tensor, Entry]
 
 
 class Prepared(NamedTuple):
     """The update of a group, checked and compiled."""
 
-    # Runs the update, and returns the parts of sums over parameters by position.
+    # Writes the update, and returns the parts of sums over parameters by the position of
+    # the parameter in `Work.params`.
     run: Callable[[], dict[int, Part] | None]
     # True if `run` calls no operation of torch, so modes such as autocast do not matter.
     on_host: bool

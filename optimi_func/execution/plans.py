@@ -211,23 +211,24 @@ class ClassPlan(Plan):
         tensors: list[Any],
         step: Step,
         after: Sequence[object],
-        moved: list[Tensor],
+        also_written: list[Tensor],
         count: bool,
     ) -> dict[int, Part]:
         """Write every result, and if `count` is true, count the step; return the sums.
 
-        `after` are the running scalars after the step, and `moved` more tensors that share
-        memory with what is written.
+        `after` are the running scalars after the step, and `also_written` are more tensors
+        that share memory with what is written.
         """
         joins = step.write and self.rule.join is not None
         if not any(map(_raw, launches)):
-            written = moved
+            written = also_written
         elif step.write and count:
-            written = tensors + moved if self._all else self._present(tensors) + moved
+            written = tensors if self._all else self._present(tensors)
+            written = written + also_written
         else:
             counts = self.counts.tensors(tensors) if count else []
             outputs = step.columns.written(step.write)
-            written = [x for x in chain(*outputs, counts, moved) if x is not None]
+            written = [x for x in chain(*outputs, counts, also_written) if x is not None]
         # Before the kernels, whose data put these tensors out of the caches.
         raise_versions(written)
         parts = run_launches(launches, step, joins)

@@ -16,6 +16,8 @@ from torch.optim import lr_scheduler
 
 import optimi_func
 from optimi_func import SGD, Adam, AdamW, RAdam, Ranger
+from optimi_func.classes import base
+from optimi_func.execution import kernels
 
 CLS = list(CLASSES.values())
 EAGER = {"compile": False}
@@ -500,6 +502,24 @@ def test_first_step_in_inference_mode_leaves_ordinary_state() -> None:
 
 
 @pytest.mark.kernels
+def test_each_group_is_written_in_the_context_of_its_device(monkeypatch) -> None:
+    """Autocast and similar modes are off for the devices of all groups."""
+    opened: list[str] = []
+
+    def noted(device: torch.device) -> Any:
+        opened.append(device.type)
+        return kernels.kernel_context(device)
+
+    params = [torch.ones(2, device=d, requires_grad=True) for d in ("cpu", "meta")]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer = AdamW([{"params": [p]} for p in params], lr=0.1, compile=False)
+    optimizer.step()
+    monkeypatch.setattr(base, "kernel_context", noted)
+    optimizer.step()
+    assert opened == ["cpu", "meta"]
+
+
 def test_under_a_dispatch_mode_the_step_is_eager_and_no_kernel_is_harmed() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -153,7 +153,11 @@ def test_members_equal_those_trained_alone(name: str, dtype: torch.dtype) -> Non
             pytree.tree_leaves(at(i, (members.params, members.state))),
             pytree.tree_leaves((p, state)),
         ):
-            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=1e-13)
+            # Elements near 0 are what is left of others, which may differ that much.
+            near = 1e-13
+            if products and theirs.numel():
+                near = tolerance * theirs.abs().max().item()
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=near)
     compensated = [
         hasattr(s, "kahan_comp") and s.kahan_comp is not None
         for s in members.state.leaves.values()

@@ -239,7 +239,7 @@ def accumulation() -> str:
     for name, cells in found["cells"].items():
         if ": optimi" not in name:
             errors = [cells[x]["error"] for x in policies]
-            shown = ("not supported" if e is None else f"{100 * e:.2g} %" for e in errors)
+            shown = ("not supported" if e is None else f"{100 * e:.2g}%" for e in errors)
             rows.append([name, *shown])
     return table(rows, source(found))
 

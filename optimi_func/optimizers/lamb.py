@@ -35,7 +35,7 @@ class LAMB(Moments, name="lamb"):
     not its length.
 
     v is stored in float32 (float64 for float64 parameters) in every storage mode, because
-    bfloat16 is too coarse to represent a relative change of 0.1 %.
+    bfloat16 is too coarse to represent a relative change of 0.1%.
 
     If a tensor is sharded, LAMB uses the norm of the complete tensor. Biases and the gains
     of norm layers are usually updated by AdamW instead of LAMB, as in the authors' code,

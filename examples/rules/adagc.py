@@ -7,7 +7,7 @@ with one r for each tensor
 Use AdaGC for pretraining if the loss has spikes. AdaGC limits the gradient
 norm of each tensor to `ratio` times a running mean of this norm. During the
 first `warm` steps, AdaGC instead limits the joint norm of all gradients to
-`most`. Pass the joint norm as `optimizer.step(total=norm)`.
+the value of `most`. Pass the joint norm as `optimizer.step(total=norm)`.
 """
 
 from typing import NamedTuple

@@ -4,8 +4,8 @@ al. 2025 (arXiv:2509.02981).
 n = min(|g|, most), v += n^2, x -= max(lr n / sqrt(v), least) polar(m)
 
 Use AdaGO instead of Muon if the step size should decrease by itself, as in
-Adagrad. AdaGO sums the squared norms of the gradients, beginning with the
-square of `start`.
+Adagrad. AdaGO keeps a sum of the squared gradient norms. The initial value
+of this sum is the square of the hyperparameter `start`.
 """
 
 from typing import NamedTuple

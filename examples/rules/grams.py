@@ -3,9 +3,9 @@
 
 x -= lr |m| / sqrt(v) sign(g)
 
-Use Grams if each element of a step should be as large as in Adam, but
-follow the sign of the current gradient. Grams is related to the
-`cautious=True` option of other optimizers.
+Use Grams if you want steps with the magnitudes of Adam's steps and the
+signs of the current gradient. Grams is related to the `cautious=True`
+option of other optimizers.
 """
 
 from typing import NamedTuple

@@ -4,8 +4,8 @@
 x -= lr ((1 - n1) g + n1 m) / sqrt((1 - n2) g^2 + n2 v)
 
 Use QHAdam if you want to tune a single rule that interpolates between SGD,
-Adam and NAdam. Begin with a value from 0.7 to 0.995 for `nus[0]` (n1 in the
-formula). Set `betas[0]` closer to 1 than you would with Adam.
+Adam and NAdam. Begin with a value between 0.7 and 0.995 for `nus[0]`, which
+is n1 in the formula. Set `betas[0]` closer to 1 than you would with Adam.
 """
 
 from typing import NamedTuple

@@ -3,8 +3,8 @@ Bernstein et al. 2018 (arXiv:1802.04434).
 
 m = b m + (1 - b) g, x -= lr sign(m)
 
-Use Signum if you want to store only half as much state as Adam. Signum
-also serves as a baseline for Lion, and for distributed training in which
+Use Signum if you want to store only half as much state as Adam. You can
+also use Signum as a baseline for Lion, or for distributed training in which
 processes vote on the sign of each update.
 """
 

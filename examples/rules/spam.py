@@ -6,7 +6,7 @@ restarted at every `every`-th step
 
 Use SPAM for language models if the loss has spikes. SPAM clips individual
 gradient elements that spike, and restarts Adam at regular intervals. After
-each restart, the step size increases gradually for `warm` steps.
+each restart, the step size increases gradually over the next `warm` steps.
 """
 
 import math

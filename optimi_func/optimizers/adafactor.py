@@ -29,7 +29,7 @@ def torchs_options(group: Group) -> Group:
 
 
 def our_options(group: Group) -> Group:
-    """Return the options that make this class continue a torch.optim.Adafactor run."""
+    """Return the options that let this class continue a torch.optim.Adafactor run."""
     options = {"torch_form": True, "flatten": False, "beta1": None}
     return options if "beta2_decay" in group and group.get("torch_form", {}) == {} else {}
 
@@ -73,7 +73,7 @@ class Adafactor(Body, name="adafactor"):
         eps: The pair (eps1, eps2). eps1 is added to the squared gradients, and eps2 is a
             lower bound for RMS(p) if scale_parameter=True.
         clip_threshold: The largest RMS that a direction U may have. Directions with a
-            larger RMS are scaled down. inf turns off this clipping.
+            larger RMS are scaled down. Pass inf to turn off this clipping.
         decay_rate: Exponent of t in the formula for b, at most 0, for example -0.8.
         beta1: If beta1 is a number in [0, 1), each step uses a moving average of the
             directions U instead of the current U. beta1 is the fraction of this average
@@ -87,12 +87,12 @@ class Adafactor(Body, name="adafactor"):
             pass lr=None to transformers, pass lr=1e-2.
         torch_form: Use the formulas of torch.optim.Adafactor: scale_parameter and
             relative_step are turned on, and eps1 is not added to the squared gradients.
-            Instead, eps1 is a lower bound for mean(R), and for the square root by which the
-            gradient is divided. torch's defaults are lr=1e-2 and eps=(None, 1e-3). If eps1
-            is None, it is replaced by the machine epsilon of the dtype in which the step is
-            computed. For float32 and bfloat16 parameters, this machine epsilon is 1.2e-7.
-            For bfloat16 parameters, torch uses 0.0078 instead, which is larger than most
-            gradients.
+            Instead, eps1 is the smallest value that mean(R) and the divisor of the gradient
+            (a square root) can have. torch's defaults are lr=1e-2 and eps=(None, 1e-3). If
+            eps1 is None, it is replaced by the machine epsilon of the dtype in which the
+            step is computed. For float32 and bfloat16 parameters, this machine epsilon is
+            1.2e-7. For bfloat16 parameters, torch uses 0.0078 instead, which is larger than
+            most gradients.
         flatten: Treat a tensor with three or more dimensions as one matrix, with one row
             for each index of the first dimension. Use flatten=True for convolutions,
             because their last two dimensions are a kernel of only a few elements.
@@ -154,7 +154,7 @@ class Adafactor(Body, name="adafactor"):
 
     @choice
     def machine_eps(self) -> bool:
-        """True if eps1 is None, so that the machine epsilon of the dtype is used."""
+        """True if eps1 is None. The machine epsilon of the dtype then replaces eps1."""
         return isinstance(self.eps, tuple | list) and (*self.eps[:1],) == (None,)
 
     def check(self) -> None:
@@ -162,7 +162,7 @@ class Adafactor(Body, name="adafactor"):
             check_number("epsilon", "eps[0]", self.eps[0])
 
     def shape(self, p: Tensor) -> list[int]:
-        """Return the shape of a tensor that is viewed as a stack of matrices."""
+        """Return the shape of p when p is viewed as a matrix or a stack of matrices."""
         first, *rest = p.shape
         return [first, math.prod(rest)] if self.flatten else [first, *rest]
 
@@ -180,7 +180,7 @@ class Adafactor(Body, name="adafactor"):
 
     @property
     def whole(self) -> Callable[..., tuple[Tensor, State]]:
-        """The method that maps directions. It takes p only if RMS(p) scales the step."""
+        """The method that scales a direction. It takes p only if it needs RMS(p)."""
         return self.scaled if self.scale_parameter or self.torch_form else self.alone
 
     def alone(self, d: Tensor, s: State, t: Scalar, lr: Scalar):

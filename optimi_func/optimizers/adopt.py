@@ -47,7 +47,7 @@ class ADOPT(Body, name="adopt"):
 
     References:
         Taniguchi et al., "ADOPT: Modified Adam Can Converge with Any beta2 with the
-        Optimal Rate", arXiv:2411.02853, with the clipping that its authors' code added.
+        Optimal Rate", arXiv:2411.02853, plus the clipping that the authors' code added.
 
     >>> w = torch.ones(2, requires_grad=True)
     >>> optimizer = ADOPT([w], lr=0.1, compile=False)

@@ -21,7 +21,7 @@ class ASGD(Coupled, name="asgd", lr="inside"):
 
     In the first step, eta equals lr. Evaluate the model with `ax`, the average of the
     parameter. During the first t0 steps, `ax` equals p. After step t0, `ax` is the mean of
-    p over all steps since then.
+    p over all steps since step t0.
 
     Args:
         lambd: Coefficient of the term lambd * p, which pulls p towards 0. A larger lambd

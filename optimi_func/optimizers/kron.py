@@ -120,7 +120,7 @@ def along(q: Tensor, x: Tensor, i: int) -> Tensor:
 
 
 def fitted(qs: list[Tensor], a: Tensor, b: Tensor, rate: Scalar) -> list[Tensor]:
-    """Fit the factors to direction `a` and noise `b`, and return them with equal maxima."""
+    """Fit the factors to direction `a` and noise `b`. Give all factors the same maximum."""
     for i, q in enumerate(qs):
         if q.dim() == 1:
             back = 1.0 / q

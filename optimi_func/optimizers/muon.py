@@ -157,13 +157,14 @@ class Muon(Body, name="muon"):
             decay.
         momentum: Fraction of b that carries over from one step to the next, in [0, 1).
         nesterov: Use Nesterov momentum, which gives the current gradient more weight in N.
-        ns_coefficients: The coefficients a, b and c of the iteration: three numbers for all
-            steps of the iteration, or a list with three numbers for each step. The names
-            "standard", "quintic" and "polar_express" select lists for five steps, and
-            "deepseek" selects a list for ten steps. The iteration maps singular values of
-            at least 0.01 to these ranges: 0.68 to 1.13 with "standard", 0.98 to 1.03 with
-            "quintic", and 0.86 to 1.14 with "polar_express". With "deepseek", the iteration
-            maps singular values of at least 0.01 to 1.
+        ns_coefficients: The coefficients a, b and c of the iteration. Pass three
+            numbers to use them in all steps of the iteration, or a list with three
+            numbers for each step. The names "standard", "quintic" and "polar_express"
+            select lists for five steps, and "deepseek" selects a list for ten steps.
+            The iteration maps singular values of at least 0.01 to these ranges: 0.68 to
+            1.13 with "standard", 0.98 to 1.03 with "quintic", and 0.86 to 1.14 with
+            "polar_express". With "deepseek", all singular values of at least 0.01
+            become 1.
         eps: Lower bound of the norm by which N is divided.
         ns_steps: Number of steps of the iteration, if all steps use the same coefficients.
             None means one step for each triple of numbers in ns_coefficients, or 5 steps if
@@ -391,8 +392,8 @@ def moved_by(x: Tensor, table: tuple[Triple, ...]) -> tuple[float, Tensor]:
     """Return q and Q such that several steps of the iteration turn x into (q + Q) x.
 
     q and Q are computed from powers of x's Gram matrix, which is small (Zhang et al. 2026).
-    The rounding errors of these powers grow by a factor of a^2 in each step. q is not added
-    to Q, because Q would lose digits in a sum with the much larger q.
+    The rounding errors of these powers grow by a factor of a^2 in each step. q is not
+    added to Q, because q is much larger and the last digits of Q would be lost.
     """
     gram = symmetric(x, x.mT)
     (q, b, c), *rest = table

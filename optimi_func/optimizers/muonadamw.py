@@ -89,16 +89,17 @@ def MuonAdamW(  # noqa: D417
     If n processes hold shards or copies of a matrix, one of these processes orthogonalizes
     the matrix. Matrices are assigned to processes so that each process has about the same
     amount of work. If the matrices are sharded, the processes exchange shards in two calls
-    of `all_to_all_single` per step. In the two `all_to_all_single` calls together, each
-    process receives a fraction 2 (n - 1) / n^2 of all elements. If every process has a copy
-    of each matrix, there is one `all_gather` per step. In this `all_gather`, each process
-    receives a fraction (n - 1) / n of all elements. Every process has a copy of a matrix if
-    its placement is Replicate, or if it is a plain tensor and you pass `process_group`. A
-    stack of matrices needs no communication if the shards contain complete matrices. If
-    every process has a copy of a stack, the matrices of the stack are divided among the
-    processes. Parameters that are offloaded, or that are sharded along two dimensions of a
-    mesh, are gathered in every process. Before a step changes any tensor, each process
-    sends 8 bytes, so that the processes can check that they all take the same step.
+    of `all_to_all_single` per step. Together, the two calls of `all_to_all_single` send
+    2 (n - 1) / n^2 of all elements to each process. If every process has a copy of each
+    matrix, there is one `all_gather` per step. This `all_gather` sends (n - 1) / n of
+    all elements to each process. Every process has a copy of a matrix in two cases: the
+    matrix has the placement Replicate, or it is a plain tensor and you pass
+    `process_group`. A stack of matrices needs no communication if the shards contain
+    complete matrices. If every process has a copy of a stack, the matrices of the stack
+    are divided among the processes. Every process gathers all parameters that are
+    offloaded, or that are sharded along two dimensions of a mesh. Before a step changes
+    any tensor, each process sends 8 bytes, so that the processes can check that they
+    all take the same step.
 
     Args:
         model: The model whose parameters are optimized. Parameters that do not require a
@@ -476,13 +477,13 @@ def hidden_matrices(
     - The layer is an nn.Linear with the same shape as the largest embedding.
 
     If no layer meets any of these conditions, the last nn.Linear is the output layer,
-    unless it is inside a repeated block. In a pipeline stage or a backbone, the last
-    nn.Linear is usually inside a repeated block.
+    but only if it is not inside a repeated block. In a pipeline stage or a backbone,
+    the last nn.Linear is usually inside a repeated block.
 
     A layer is a router if its name contains "router". A layer named "gate" or "gating"
-    counts as a gate only if no weight next to it has the same shape. The gate of a gated
-    MLP is therefore selected. `print(hidden_matrices(model))` shows which parameters are
-    selected.
+    counts as a gate only if no weight next to it has the same shape. The gate of a
+    gated MLP is therefore selected as a hidden matrix. `print(hidden_matrices(model))`
+    shows which parameters are selected.
 
     Muon treats a parameter with three dimensions as a stack of matrices, and orthogonalizes
     each matrix separately. Parameters with more dimensions, such as the weights of

@@ -64,8 +64,9 @@ class Prodigy(Body, name="prodigy"):
         d0: The initial value of d. Choose a d0 that is far below any learning rate that a
             problem might need.
         d_coef: Factor on the estimates of d, usually from 0.5 to 2.
-        growth_rate: The largest factor by which d can grow in one step, at least 1.
-            growth_rate does not limit the growth from d0 to the first estimate.
+        growth_rate: The largest factor by which d can grow in one step. It has to be at
+            least 1. growth_rate does not limit the growth from d0 to the first
+            estimate.
         use_bias_correction: Multiply lr_t by sqrt(1 - b2^t) / (1 - b1^t), as Adam does.
         safeguard_warmup: Use d instead of lr_t in the update of s. The small lr of a warmup
             would otherwise make s too small and d too large.

@@ -68,7 +68,7 @@ class RAdam(Rectified, name="radam"):
             moment.
         decouple_wd: Subtract weight decay directly from the parameter instead of adding it
             to the gradient.
-        torch_form: Add eps to the square root before the bias correction, as
+        torch_form: Add eps to the square root of v before the bias correction, as
             torch.optim.RAdam does.
 
     Arguments not named here are shared by all optimizers: see `BaseOptimizer`.

@@ -2,9 +2,10 @@
 
     z <- z + u,   x <- (1 - c) * x + c * z,   y <- (1 - b1) * z + b1 * x
 
-u is the update that the rule computes at y, and x is a weighted average of all z. The
-parameter holds y. Gradients are computed at y, and the model is evaluated at x. x is not
-stored, because it can be computed as x = (y - (1 - b1) * z) / b1.
+u is the update that the rule computes at y, and x is a weighted average of all values
+of z so far. The parameter holds y. Gradients are computed at y, and the model is
+evaluated at x. x is not stored, because it can be computed as
+x = (y - (1 - b1) * z) / b1.
 """
 
 from typing import Any, NamedTuple
@@ -56,8 +57,9 @@ class ScheduleFreeOptimizer(Evaluated, Body):
     bfloat16 could not represent the small changes in z and v. lr may have a schedule.
 
     Args:
-        betas: b1 and b2. b1, in (0, 1), is the fraction of x in y = (1 - b1) * z + b1 * x.
-            b2, in [0, 1), is the fraction of v that carries over from one step to the next.
+        betas: b1 and b2. b1, in (0, 1), is the weight given to x in y = (1 - b1) * z +
+            b1 * x. b2, in [0, 1), is the fraction of v that carries over from one step to
+            the next.
         weight_decay: Coefficient of weight decay. Each step multiplies weight_decay by lr,
             or by lr / max_lr if decouple_lr=True. Weight decay is computed from y, not from
             z.
@@ -76,7 +78,7 @@ class ScheduleFreeOptimizer(Evaluated, Body):
         beta1: Scalar = 0.0  # b1 of the last step, which made y; 0 while W is 0
 
     def share(self: Any) -> Scalar:
-        """Return b1, the fraction of x in y."""
+        """Return b1, the weight given to x in y."""
         return self.betas[0]
 
     def warmed(self: Any, t: Scalar) -> Scalar:
@@ -146,7 +148,7 @@ class ScheduleFreeSGD(ScheduleFreeOptimizer, name="schedule_free_sgd"):
     Args:
         lr: Learning rate, usually ten times the learning rate of SGD with a momentum of
             0.9.
-        momentum: The fraction of x in y, in (0, 1).
+        momentum: The weight given to x in the interpolation y, in (0, 1).
 
     Arguments not named here are described under `ScheduleFreeOptimizer` and
     `BaseOptimizer`.

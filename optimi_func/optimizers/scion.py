@@ -13,7 +13,7 @@ __all__ = ["Scion", "scion", "scion_init", "scion_step"]
 
 
 class Scion(Muon, name="scion"):
-    """Scion: step along the momentum by a fixed length, in a norm that suits the layer.
+    """Scion: take fixed-length steps along the momentum, in a norm that suits the layer.
 
         b <- momentum * b + (1 - momentum) * g
         p <- p - lr * radius * L(b) - lr * weight_decay * p

@@ -54,8 +54,9 @@ class Shampoo(SOAP, name="shampoo"):
     precondition_frequency steps, at the end of a step. KL-Shampoo stores eigenvectors and
     eigenvalues instead of roots. Every precondition_frequency steps, KL-Shampoo replaces
     the eigenvectors Q with QR(L Q). KL-Shampoo's eigenvalues start at 0.1, and are moving
-    averages over all steps. Adam updates vectors, and matrices in which no dimension has a
-    factor. If you differentiate through a step, the roots are treated as constants.
+    averages over all steps. Adam updates all vectors, and also every matrix in which no
+    dimension has a factor. If you differentiate through a step, the roots are treated
+    as constants.
 
     Args:
         betas: b1 and b2, each in [0, 1): the fractions of m and of Adam's v that carry over
@@ -63,7 +64,7 @@ class Shampoo(SOAP, name="shampoo"):
         weight_decay: Coefficient of weight decay. Each step multiplies weight_decay by lr,
             or by lr / max_lr if decouple_lr=True.
         eps: Added to the square root of Adam's v. KL-Shampoo divides m by a product of
-            roots, and adds eps to this product, too.
+            roots, and also adds eps to this product.
         shampoo_beta: b3, in [0, 1): the fraction of L and R that carries over from one step
             to the next. A value below 0 means b2.
         correct_bias: Apply bias correction to m, v, L and R. KL-Shampoo's authors use

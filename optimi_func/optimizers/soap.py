@@ -57,9 +57,9 @@ class SOAP(Body, name="soap"):
         shampoo_beta: b3, in [0, 1): the fraction of L and R that carries over from one step
             to the next. A value below 0 means b2.
         precondition_frequency: Number of steps from one change of the bases to the next.
-        max_precond_dim: Largest size of a dimension that is rotated. With the default, an
-            embedding with a larger vocabulary is rotated only along its width, and a
-            convolution is rotated along each dimension.
+        max_precond_dim: Largest size of a dimension that is rotated. With the default,
+            an embedding whose vocabulary exceeds max_precond_dim is rotated only along
+            its width, and a convolution is rotated along each dimension.
         merge_dims: Merge neighbouring dimensions as long as the product of their sizes is
             at most max_precond_dim.
         precondition_1d: Rotate vectors too. By default, vectors are updated by Adam.

@@ -17,8 +17,8 @@ class StableAdamW(Moments, name="stableadamw"):
         p <- p - (lr / max(1, RMS)) * (mhat / (sqrt(vhat) + eps) + weight_decay * p)
 
     mhat and vhat are Adam's moments after bias correction. Each tensor has its own RMS.
-    Dividing lr by max(1, RMS) is Adafactor's update clipping (arXiv:1804.04235). This
-    update clipping replaces gradient clipping and has no hyperparameter.
+    Dividing lr by max(1, RMS) is Adafactor's update clipping (arXiv:1804.04235). Update
+    clipping replaces gradient clipping and has no hyperparameter.
 
     Args:
         betas: b1 and b2, each in [0, 1): the fractions of m and v that carry over from one

@@ -148,7 +148,7 @@ class ScheduleFreeSGD(ScheduleFreeOptimizer, name="schedule_free_sgd"):
     Args:
         lr: Learning rate, usually ten times the learning rate of SGD with a momentum of
             0.9.
-        momentum: The weight given to x in the interpolation y, in (0, 1).
+        momentum: The fraction of y that x contributes, between 0 and 1. The rest is z.
 
     Arguments not named here are described under `ScheduleFreeOptimizer` and
     `BaseOptimizer`.

@@ -39,8 +39,8 @@ QUESTIONS := $(if $(filter cuda,$(DEVICE)),gpu,step_time host_cost turns \
 
 help:
 	@echo "make train   train a small GPT five ways and compare the optimizers (4 minutes)"
-	@echo "make test    run the fast tests, mostly without compiling (6 minutes)"
-	@echo "make test-full  run the slow tests: more kernels, processes, trainers (20 minutes)"
+	@echo "make test    run the fast tests, mostly without compiling (5 minutes)"
+	@echo "make test-full  run the slow tests: more kernels, processes, trainers (15 minutes)"
 	@echo "make test-all   both, as before a merge"
 	@echo "make soak    run two rows of each of the widest tables; ROWS=9: more of them"
 	@echo "make cuda-offline  assemble and interpret the CUDA kernels, without a GPU (minutes)"

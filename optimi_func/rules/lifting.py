@@ -156,6 +156,10 @@ class Trace:
         if node in self.host and fn is torch.where and floats:
             more = [x if isinstance(x, fx.Node) else float(x) for x in args[1:]]
             chosen, args = math.choose, (args[0], *more)
+        elif (
+            fn is _OURS[operator.truediv] and is_scalar(values[0]) and node not in self.host
+        ):
+            chosen = _over
         elif (fn, *kinds) in _PLAIN:
             chosen = fn
         node.meta["call"] = chosen, args, kwargs
@@ -403,6 +407,15 @@ def _clamp(x: Tensor, min: Scalar | None = None, max: Scalar | None = None) -> T
     """Return torch.clamp, of a number and a tensor too."""
     x = x if min is None else x.clamp_min(min)
     return x if max is None else x.clamp_max(max)
+
+
+def _over(x: Scalar, y: Tensor) -> Tensor:
+    """Return x / y with the bits that torch gives if x is a number, also if x is 0-d.
+
+    torch multiplies a number by the reciprocal, and divides a 0-d tensor. A hyperparameter
+    is a number in some steps and a tensor in others, whose last bits would differ.
+    """
+    return y.reciprocal() * x
 
 
 def _lerp(input: Tensor, end: Tensor, weight: Scalar) -> Tensor:

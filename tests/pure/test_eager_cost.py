@@ -21,7 +21,7 @@ from optimi_func.rules import Float, Moment, Optimizer, functions
 # Operations of a leaf of float32, with the default hyperparameters: those of its program
 # and new tensors, or those of `leaf_step` and a map. Of rules that differ in form; all
 # others have at most what `counted.allowed` says.
-OPERATIONS = {"adamw": 22, "lion": 14, "sgd": 10, "stableadamw": 31, "ranger": 25}
+OPERATIONS = {"adamw": 22, "lion": 14, "sgd": 10, "stableadamw": 31, "ranger": 26}
 OPERATIONS |= {"schedule_free_adamw": 26, "muon": 40, "soap": 66}
 OPERATIONS["kron"] = 438  # most of which draw noise, as its loop does in another way
 
@@ -266,19 +266,6 @@ def test_paths_are_found_for_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         found.clear()
 
 
-def computed_alike(optimizer: Any, t: int) -> bool:
-    """Return False if the coefficients of a step have other bits on the host.
-
-    torch computes square roots of 0-d tensors by MKL, whose last bit may be another.
-    """
-    if optimizer.rule.running._fields:
-        return True
-    coeffs, _ = optimizer.advance(float(t), ())
-    others, _ = optimizer.advance(torch.tensor(t, dtype=torch.float64), ())
-    pairs = zip(*map(pytree.tree_leaves, (coeffs, others)))
-    return all(float(x) == float(y) for x, y in pairs)
-
-
 # A case takes a tenth of a second: every second one in `make test`.
 @pytest.mark.parametrize("case", few(CASES, [c.id for c in CASES[::2]], lambda c: c.id))
 @pytest.mark.filterwarnings("ignore:eps=", "ignore:weight_decay=")
@@ -296,9 +283,7 @@ def test_short_cuts_change_no_bit(case: Case) -> None:
             p, g = ({"odd": x["odd"][:, :5].clone()} for x in (p, g))
         q, state = p, optimizer.init(p)
         twin = state
-        for t in range(1, 8):
-            if not computed_alike(optimizer, t):
-                break
+        for _ in range(7):
             p, state = optimizer.step(p, g, state)
             with Watched():
                 q, twin = optimizer.step(q, g, twin)

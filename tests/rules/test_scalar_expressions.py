@@ -116,3 +116,20 @@ def test_a_coefficient_is_what_it_says_at_each_step(name: str, way: str) -> None
             tree, state = value.step(tree, g, state)
             got = tree
         torch.testing.assert_close(got, x, rtol=1e-13, atol=1e-13, msg=f"step {t}")
+
+
+def test_a_number_and_a_tensor_divide_alike() -> None:
+    """torch multiplies a number by the reciprocal, which rounds twice."""
+
+    class Quotient(Optimizer):
+        scale: float = 0.3
+
+        def direction(self, g: Tensor) -> Tensor:
+            return self.scale / (1.0 + g.abs())
+
+    p, g = torch.randn(2, 1000, dtype=torch.float64)
+    ends = []
+    for scale in (0.3, torch.tensor(0.3, dtype=torch.float64)):
+        optimizer = Quotient.pure(lr=0.5, scale=scale)
+        ends.append(optimizer.step(p, g, optimizer.init(p))[0])
+    assert torch.equal(*ends)

@@ -66,7 +66,7 @@ def running_scalars(
                 f"go on from {kept}: allowed is to read it. reset() begins anew, also "
                 "after state.clear(). If all parameters with state came from another "
                 f"group, set the group's {names[0]} to {kept}, or drop their state by "
-                "optimizer.state.pop(p)"
+                "optimizer.state.pop(p) and call reset()"
             )
     return values
 

@@ -179,6 +179,7 @@ class Program:
             if all(x["d"] != group.get("d") for x in entries.values()):
                 for p in entries:  # all came from another group: as the error says
                     del self.optimizer.state[p]
+                group.pop("d", None)  # as reset() does
 
     # What should follow.
 
@@ -318,6 +319,19 @@ def named(*options: dict[str, Any], kind: Any = SGD, **more: Any) -> tuple[Any, 
 
 def names_in(optimizer: Any) -> list[list[str]]:
     return [group["param_names"] for group in optimizer.state_dict()["param_groups"]]
+
+
+def test_a_step_notes_parameters_that_have_no_gradient() -> None:
+    """Its plan has only the others, and a second edit finds the first one noted."""
+    optimizer, ps = named({}, {})
+    for replaced in (False, True):
+        if replaced:
+            optimizer.param_groups[0]["params"][1] = parameter(9, 2)
+        ps[0].grad = torch.ones_like(ps[0])
+        optimizer.step()
+    first, second = (group["params"] for group in optimizer.param_groups)
+    second.insert(0, first.pop(0))
+    assert names_in(optimizer) == [["layer1"], ["layer0", "layer2", "layer3"]]
 
 
 def test_a_new_parameter_has_the_name_of_the_one_in_whose_place_it_is() -> None:

@@ -753,3 +753,22 @@ def test_kernels_measure_and_move(dtype: torch.dtype) -> None:
     eager, compiled, _ = ([g["d"] for g in x.param_groups] for x in runs)
     assert compiled == pytest.approx(eager, rel=1e-4 if dtype == torch.float32 else 1e-2)
     assert_same(runs[1], runs[2], *models[1:])
+
+
+def test_groups_that_exchange_all_their_parameters_begin_anew_as_the_error_says() -> None:
+    params = [torch.ones(3, requires_grad=True) for _ in range(2)]
+    optimizer = Prodigy([{"params": [p]} for p in params], **EAGER)
+    for scale in (1.0, 2.0, 3.0):
+        for p, share in zip(params, (5.0, 1.0)):
+            p.grad = torch.full_like(p, scale * share)
+        optimizer.step()
+    groups = optimizer.param_groups
+    assert groups[0]["d"] != groups[1]["d"]
+    groups[0]["params"], groups[1]["params"] = groups[1]["params"], groups[0]["params"]
+    with pytest.raises(ValueError, match=r"drop their state by .*pop\(p\) and call reset"):
+        optimizer.step()
+    for p in params:
+        optimizer.state.pop(p)
+    optimizer.reset()
+    optimizer.step()
+    assert all(optimizer.state[p]["step"] == 1 for p in params)

@@ -31,8 +31,8 @@ class Kron(Body, name="kron"):
     Q_i / |A + B|. Here A and B are the Gram matrices of Q d and Q^-T z along dimension i.
     The tensor z contains standard normal random numbers. Because a fit is expensive, only a
     fraction of the steps includes a fit. At step t, this fraction is
-    max(precond_update_prob, exp((f + 1 - t) / 2f)), with f = precond_flat_start. The steps
-    with a fit are spread evenly. If a pure step cannot read its step count, the step always
+    max(precond_update_prob, exp((f + 1 - t) / 2f)), with f = precond_flat_start. Fits take
+    place at evenly spaced steps. If a pure step cannot read its step count, the step always
     computes a fit, and uses the result only if a fit is due. A pure step cannot read its
     step count if it is traced, vmapped or run on an accelerator.
 

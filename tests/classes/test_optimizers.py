@@ -501,7 +501,6 @@ def test_first_step_in_inference_mode_leaves_ordinary_state() -> None:
         assert not optimizer.state[ps[0]]["exp_avg"].is_inference()
 
 
-@pytest.mark.kernels
 def test_each_group_is_written_in_the_context_of_its_device(monkeypatch) -> None:
     """Autocast and similar modes are off for the devices of all groups."""
     opened: list[str] = []
@@ -520,6 +519,7 @@ def test_each_group_is_written_in_the_context_of_its_device(monkeypatch) -> None
     assert opened == ["cpu", "meta"]
 
 
+@pytest.mark.kernels
 def test_under_a_dispatch_mode_the_step_is_eager_and_no_kernel_is_harmed() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 

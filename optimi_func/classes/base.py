@@ -411,10 +411,11 @@ class BaseOptimizer(Fields, Checkpoints):
         for work in works:
             done = self._prepare(work, request)
             prepared.append(done)
-            every: list[Tensor] = work.group["params"]
-            # A plan has those with gradients. The others may be replaced as well.
-            rest = len(every) > len(work.params)
-            lists += done.plan, tuple(map(id, every)) if rest else len(every)
+            if whole:  # gradient release would list the group for each of its parameters
+                every: list[Tensor] = work.group["params"]
+                # A plan has those with gradients. The others may be replaced as well.
+                rest = len(every) > len(work.params)
+                lists += done.plan, tuple(map(id, every)) if rest else len(every)
             if done.holders:
                 divided[id(work.group)] = done.holders
         # A plan belongs to one list of parameters, so equal plans mean equal lists.

@@ -20,7 +20,7 @@ from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core.checks import check_whole
 from optimi_func.core.codes import widen
 from optimi_func.gradient_release import prepare_for_gradient_release
-from optimi_func.rules.lifting import line_of
+from optimi_func.rules.tracing import line_of
 
 Tensors: TypeAlias = list[Tensor]
 _Row: TypeAlias = tuple[str, float, Callable[[], tuple[Any, Any]]]

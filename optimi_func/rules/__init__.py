@@ -19,18 +19,18 @@ from optimi_func.classes.fields import ThreeBetas as ThreeBetas
 from optimi_func.core import math
 from optimi_func.core.checks import check_number as check_number
 from optimi_func.core.distributed import number_field, whole_field
+from optimi_func.rules.arithmetic import is_zero as is_zero
+from optimi_func.rules.arithmetic import maximum as maximum
+from optimi_func.rules.arithmetic import minimum as minimum
+from optimi_func.rules.arithmetic import root as root
+from optimi_func.rules.arithmetic import rounded as rounded
+from optimi_func.rules.arithmetic import where as where
 from optimi_func.rules.body import Body as Body
 from optimi_func.rules.body import Coupled as Coupled
 from optimi_func.rules.body import OwnRule as OwnRule
 from optimi_func.rules.body import choice as choice
 from optimi_func.rules.body import functions as functions
-from optimi_func.rules.lifting import is_zero as is_zero
-from optimi_func.rules.lifting import maximum as maximum
-from optimi_func.rules.lifting import minimum as minimum
-from optimi_func.rules.lifting import root as root
-from optimi_func.rules.lifting import rounded as rounded
-from optimi_func.rules.lifting import where as where
-from optimi_func.rules.making import Move as Move
+from optimi_func.rules.methods import Move as Move
 
 # The storage of a State's fields. A Tensor is a Moment.
 Moment: TypeAlias = Annotated[Tensor, math.moment]

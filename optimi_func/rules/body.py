@@ -64,7 +64,7 @@ from optimi_func.rules.helping import (
     help_of_value,
     named,
 )
-from optimi_func.rules.making import NAMES, RATES, Making, first_values, init_draws
+from optimi_func.rules.methods import NAMES, RATES, Methods, first_values, init_draws
 from optimi_func.state.convert import Counterparts
 
 P = ParamSpec("P")
@@ -496,23 +496,23 @@ class Body(BaseOptimizer, metaclass=BodyType):
         numbers = {name: x for name, x in own.items() if name not in fixed}
         odd = bool, type(None), type
         numbers = {k: 0.5 if isinstance(x, odd) else x for k, x in numbers.items()}
-        making = Making(cls, numbers, fixed)
+        methods = Methods(cls, numbers, fixed)
         tried = cls.at_definition or not cls._name
         # The package's sources are in the keys of the store.
         home = next(x for x in cls.__mro__ if x.__module__.startswith("optimi_func."))
         same = _new_names(cls, home).isdisjoint(dir(home))
         compiled = same and getattr(home, "compiles_whole", False)
-        making.by_matrix = same and getattr(home, "maps_matrices", False)
-        rule = making.rule(tried, (home.__module__, home.__qualname__) if compiled else ())
+        methods.by_matrix = same and getattr(home, "maps_matrices", False)
+        rule = methods.rule(tried, (home.__module__, home.__qualname__) if compiled else ())
         if tried:
-            again = Making(cls, numbers, fixed)
+            again = Methods(cls, numbers, fixed)
             again.rule(tried=False)
-            if making.trace.code != again.trace.code:
+            if methods.trace.code != again.trace.code:
                 raise TypeError(
                     f"{cls.__name__} computes something else each time that it is traced, "
                     "as with Python's random numbers: leave them out"
                 )
-        names = {*given} if making.untraced else making.read
+        names = {*given} if methods.untraced else methods.read
         # Another thread may have traced it meanwhile, and all values take one rule.
         rule = cls._rules.setdefault(key_of(statics), rule)
         cls._known.append(({k: x for k, x in given.items() if k in names}, rule))

@@ -12,7 +12,7 @@ from torch import Tensor
 from optimi_func import adamw, rules
 from optimi_func.core import storage
 from optimi_func.functional import adafactor, adamw_step
-from optimi_func.rules import making
+from optimi_func.rules import methods
 
 
 class Emptied(dict[Any, Any]):
@@ -54,7 +54,7 @@ def test_threads_that_trace_at_a_time_get_one_rule(monkeypatch: Any) -> None:
             m = 0.9 * s.m + g
             return (g + m if self.nesterov else m), self.State(m)
 
-    trace, inside = making.Making.rule, list[Any]()
+    trace, inside = methods.Methods.rule, list[Any]()
 
     def overtaken(self: Any, *args: Any, **how: Any) -> Any:
         found = trace(self, *args, **how)
@@ -63,7 +63,7 @@ def test_threads_that_trace_at_a_time_get_one_rule(monkeypatch: Any) -> None:
             inside.append(Sign.pure(lr=1.0, nesterov=True).rule)  # another thread's
         return found
 
-    monkeypatch.setattr(making.Making, "rule", overtaken)
+    monkeypatch.setattr(methods.Methods, "rule", overtaken)
     assert Sign.pure(lr=0.1, nesterov=True).rule is inside[1]
 
 

@@ -47,7 +47,7 @@ def rule_of(trees: list[Tree]) -> type[Optimizer]:
 
         def direction(self, g: Tensor, s: Any, t: float, x: Tensor):
             given = {"g": g, "s": s.s, "t": t, "x": x, "a": self.a, "b": self.b}
-            found = [evaluate(tree, given) for tree in trees]
+            found = [evaluate(tree, given, traced=True) for tree in trees]
             return g, self.State(0.5 * s.s + g, *found)  # type: ignore
 
     return Trees
@@ -262,6 +262,7 @@ PROGRAMS: list[Any] = [
         maximum(o.g, o.b + 0.07) * minimum(o.a - 0.07, o.g)
         + minimum(o.s, maximum(o.g, o.x))
     ),
+    lambda o: torch.maximum(o.g, o.b) * torch.minimum(o.a, o.s) + torch.atan2(o.b, o.g),
     lambda o: (
         o.g * maximum(0.25, o.t - 1.5) * minimum(o.b, o.t) + maximum(2, minimum(3, o.s))
     ),

@@ -179,9 +179,15 @@ TREES = _op(["add", "mul"], _kinds()[1].curved, _kinds()[0].curved)
 
 
 def evaluate(
-    tree: Tree, inputs: dict[str, Any], noise: Callable[[], float] | None = None
+    tree: Tree,
+    inputs: dict[str, Any],
+    noise: Callable[[], float] | None = None,
+    traced: bool = False,
 ) -> Any:
-    """Return the value of a tree; `noise` disturbs what is not exact, relatively."""
+    """Return the value of a tree; `noise` disturbs what is not exact, relatively.
+
+    With `traced`, the inputs are those of a trace, which knows no derivatives.
+    """
     if callable(tree):
         return tree(SimpleNamespace(**inputs))
     name, *parts = tree
@@ -189,8 +195,9 @@ def evaluate(
         return parts[0]
     if name in inputs:
         return inputs[name]
-    values = [evaluate(x, inputs, noise) for x in parts]
-    differentiated = any([isinstance(x, Tensor) and x.requires_grad for x in values])
+    values = [evaluate(x, inputs, noise, traced) for x in parts]
+    tensors = [x for x in values if isinstance(x, Tensor) and not traced]
+    differentiated = any([x.requires_grad for x in tensors])
     found = (OPS | DIFFERENTIATED if differentiated else OPS)[name](*values)
     if noise is None or name not in _NOISY or not found.is_floating_point():
         return found

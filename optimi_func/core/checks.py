@@ -57,6 +57,13 @@ def bind_call(
         near = get_close_matches(key, allowed, 1)
         meant = f": did you mean {near[0]!r}?" if near else f": allowed are {allowed}"
         raise TypeError(f"{name} has no argument {key!r}{meant}")
+    first = next(iter(takes.values()))
+    usual = len(args) == 1 and first.kind != first.KEYWORD_ONLY and first.name not in kwargs
+    if usual:  # params alone have no keyword: `bind` would take several times as long
+        values = {name: x.default for name, x in takes.items()}
+        values = {**values, first.name: args[0], **kwargs}
+        if not any([x is inspect.Parameter.empty for x in values.values()]):
+            return values
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:

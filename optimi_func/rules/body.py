@@ -501,9 +501,10 @@ class Body(BaseOptimizer, metaclass=BodyType):
         # The package's sources are in the keys of the store.
         home = next(x for x in cls.__mro__ if x.__module__.startswith("optimi_func."))
         same = _new_names(cls, home).isdisjoint(dir(home))
-        compiled = same and getattr(home, "compiles_whole", False)
-        methods.by_matrix = same and getattr(home, "maps_matrices", False)
-        rule = methods.rule(tried, (home.__module__, home.__qualname__) if compiled else ())
+        compiles = same and getattr(home, "compiles_whole", False)
+        compiled = f"{home.__module__}.{home.__qualname__}" if compiles else ""
+        by_matrix = same and getattr(home, "maps_matrices", False)
+        rule = methods.rule(tried, compiled, by_matrix)
         if tried:
             again = Methods(cls, numbers, fixed)
             again.rule(tried=False)

@@ -128,10 +128,19 @@ NOTHING = Reduced([], [], 0)
 
 
 class Traced(NamedTuple):
-    """The inputs and the results of a function of tensors."""
+    """A traced method, and the function of tensors that it becomes.
+
+    Attributes:
+        inputs: The inputs of the function.
+        results: The results of the function.
+        returned: What the method returned besides: Running, or for `divisor` the divisor.
+        reduced: What the method has given to `mean` and `top`.
+    """
 
     inputs: list[Tensor]
     results: list[Tensor]
+    returned: list[Any] = []  # noqa: RUF012
+    reduced: Reduced = NOTHING
 
 
 class Measured(NamedTuple):
@@ -163,7 +172,6 @@ class Methods:
     def __init__(self, cls: Any, numbers: dict[str, Any], statics: dict[str, Any]) -> None:
         self.cls, self.name, self.statics = cls, cls.__name__, statics
         self.read: set[str] = set()  # the attributes of self that methods have read
-        self.by_matrix = False  # True if `whole` maps each matrix of a stack by itself
         self.trace = trace = Trace(self.name)
         self.defaults = {**numbers, **dict.fromkeys(RATES, 0.1)}
         self.numbers: dict[str, Any] = {
@@ -537,52 +545,45 @@ class Methods:
         return [*tensors, *state[: self.count], *[self.arguments[x] for x in self.added]]
 
     def _trace_methods(self) -> dict[str, Traced]:
-        """Trace the methods that map tensors, one by one."""
-        count, traced = self.count, dict[str, Traced]()
-        self.running_after: list[Number] = []
-        self.after_means = NOTHING
+        """Trace the methods that map tensors, one by one.
+
+        What `after` gives to `mean` and `top` is a function of its own, "after_means".
+        """
+        count, state, traced = self.count, self.arguments["s"], dict[str, Traced]()
         for method in ("direction", "accumulate", "after", "eval_point"):
             if not self.names(method):
                 continue
-            inputs = self._inputs(method, self.arguments["s"])
+            inputs, reduced = self._inputs(method, state), NOTHING
             if method == "after":
-                found, self.after_means = self._reduced(method, "after_")
+                found, reduced = self._reduced(method, "after_")
             else:
                 found = self._call(method)
             results = self._results(method, found)
-            if method == "direction":
-                self.running_after = results[1 + count :]
+            if reduced.tensors:
+                traced["after_means"] = Traced(inputs, reduced.tensors, reduced=reduced)
             if results:
-                inputs += self.after_means.results if method == "after" else []
-                traced[method] = Traced(inputs, results[: 1 + count])
-        if self.after_means.tensors:
-            inputs = self._inputs("after", self.arguments["s"])
-            traced["after_means"] = Traced(inputs, self.after_means.tensors)
+                results, rest = results[: 1 + count], results[1 + count :]
+                traced[method] = Traced([*inputs, *reduced.results], results, rest, reduced)
         if self.measured.numbers:
-            inputs = self._inputs("measure", self.arguments["s"])
-            traced["measure"] = Traced(inputs, self.measured.reduced.tensors)
+            inputs, reduced = self._inputs("measure", state), self.measured.reduced
+            traced["measure"] = Traced(inputs, reduced.tensors, reduced=reduced)
+        if self.names("divisor"):
+            new = self._new_state()
+            divisor, reduced = self._reduced("divisor", "", s=new)
+            moves = self.divides == "move"
+            decays = self.arguments["move"].decays if moves else self.arguments["decay"]
+            inputs = self._inputs("divisor", new, decay=decays)
+            traced["divisor"] = Traced(inputs, reduced.tensors, [divisor], reduced)
         return traced
 
-    def _replaces(self, moves: list[Tensor]) -> bool:
-        """Return `Rule.replaces`. `moves` has what `after` returns as the move, if any."""
-        node, means = self.trace.node, zip(*self.after_means[:2])
-        read = self.trace.needed(moves)
-        read = self.trace.needed([*moves, *[x for x, y in means if node(y) in read]])
-        # At steps that are not due, the move is u.
-        due = self.names("due")
-        return bool(moves) and node(self.arguments["u"]) not in read and not due
-
-    def _divided(self, traced: dict[str, Traced]) -> tuple[Reduced, list[Tensor]]:
-        """Trace `divisor`. Return what it reduces, and what it returns."""
-        if not self.names("divisor"):
-            return NOTHING, []
-        new = self._new_state()
-        divisor, reduced = self._reduced("divisor", "", s=new)
-        moves = self.divides == "move"
-        decays = self.arguments["move"].decays if moves else self.arguments["decay"]
-        inputs = self._inputs("divisor", new, decay=decays)
-        traced["divisor"] = Traced(inputs, reduced.tensors)
-        return reduced, [divisor]
+    def _replaces(self, after: Traced | None) -> bool:
+        """Return `Rule.replaces`. At steps that are not due, the move is u."""
+        if after is None or self.names("due"):
+            return False
+        node, move = self.trace.node, after.results[0]
+        read, pairs = self.trace.needed([move]), zip(*after.reduced[:2])
+        read = self.trace.needed([move, *[x for x, y in pairs if node(y) in read]])
+        return node(self.arguments["u"]) not in read
 
     def _join(self, traced: dict[str, Traced]) -> Callable[..., Named] | None:
         """Trace `sums` and `join`, and return `Rule.join`.
@@ -594,7 +595,7 @@ class Methods:
         if len(lacks) == 2:
             return None
         lacks += [] if names else ["Running"]
-        if lacks or self.names("divisor") or self.after_means.tensors:
+        if lacks or "divisor" in traced or "after_means" in traced:
             raise TypeError(
                 f"{self.name} has {'no ' + lacks[0] if lacks else 'a divisor'}: `sums` go "
                 "with a `join`, which returns a Running, and without a `divisor` or means "
@@ -651,70 +652,54 @@ class Methods:
 
     # The rule
 
-    def rule(self, tried: bool = True, home: Sequence[str] = ()) -> Rule:
+    def rule(self, tried: bool = True, compiled: str = "", by_matrix: bool = False) -> Rule:
         """Trace all methods, and return the Rule.
 
         Args:
             tried: Try the methods on tensors.
-            home: The module and the name of the class whose `whole` is compiled, if it is
-                this one's.
+            compiled: A text that tells the class's `whole` apart from others, if it is
+                compiled.
+            by_matrix: `whole` maps each matrix of a stack by itself.
         """
-        trace, kind = self.trace, self.kind
-        traced = self._trace_methods()
+        kind, count, traced = self.kind, self.count, self._trace_methods()
         join = self._join(traced)
-        divided, divisors = self._divided(traced)
-        numbers = [*self.measured.numbers.values()]
-        results = [x for part in traced.values() for x in part.results]
-        trace.require([*results, *divisors, *numbers])
-        due = self._due()
-        run = {method: trace.function(method, *part) for method, part in traced.items()}
-        more = [self.arguments[x] for x in self.added]
-        if divisors:
-            rates = [*self.arguments["move"][:3]] if self.divides == "move" else []
-            inputs = [*divided.results, *rates, *more]
-            run["divided"] = trace.function("divided", inputs, divisors)
-        if numbers:
-            run["settled"] = trace.function(
-                "settled", [*self.measured.known, *more], numbers
-            )
-        code = repr((kind._fields, trace.code, self.divides, due))
-        digest = sha256(code.encode()).hexdigest()
-        coeffs, names, prepare = self._coeffs()
-        before = (0.1, self.running()) if self.running_after else ()
+        run, due, digest = self._functions(traced)
+        running = traced["direction"].returned
+        coeffs, names, prepare = self._coeffs(running)
+        before = (0.1, self.running()) if running else ()
         now = coeffs(3.0, *before, **self.defaults)
         now = now[0] if before else now
-        n = len(trace.coeffs)
+        n = len(self.trace.coeffs)
         for method in traced if tried else ():
             run[method] = self._tried(method, run[method], traced[method], now[:n])
         end = n + len(self.added)
-        bound = {method: _bound(fn, self.count, n, end) for method, fn in run.items()}
+        bound = {method: _bound(fn, count, n, end) for method, fn in run.items()}
         # The coefficients of a further part of a gradient, which choose another kernel.
         further: Any = namedtuple("Further", [*now._fields, "further"])  # pyright: ignore[reportUntypedNamedTuple]
-        whole = self._whole(repr((*home, digest, self.statics)) if home else "")
+        text = repr((compiled, digest, self.statics)) if compiled else ""
+        whole, init = self._whole(text, by_matrix), self._init()
         # Whose kernel all rules share that map the gradient.
-        alone = traced["direction"].results[0] is self.arguments["g"] and not self.count
-        plain = whole is not None and alone and not self.running_after and not self.added
-        init, sums = self._init(), len(traced["sums"].results) if join else 0
-        after = traced["after"].results[:1] if "after" in traced else []
+        alone = traced["direction"].results[0] is self.arguments["g"] and not count
+        alone = alone and whole is not None and not running and not self.added
+        usual = _direction(kind, count, bound, further)
+        after = _after(kind, count, bound["after"], due) if "after" in run else None
         return Rule(
             name=self.cls._name or self.name,
             state=kind,
             init=init,
             coeffs=coeffs,
-            direction=along_gradient
-            if plain
-            else _direction(kind, self.count, bound, further),
-            after=_after(kind, self.count, bound["after"], due) if "after" in run else None,
-            after_means=self._after_means(bound),
-            replaces=self._replaces(after),
+            direction=along_gradient if alone else usual,
+            after=after,
+            after_means=_after_means(bound, traced),
+            replaces=self._replaces(traced.get("after")),
             accumulate=(lambda c: further(*c, True)) if "accumulate" in run else None,
-            means=self._means(bound, sums, divided),
+            means=self._means(bound, traced),
             join=join,
             measure=self._measure(bound),
             whole=whole,
             refuses=self._refuses(whole, init, now),
             running=self.running,
-            eval_point=_eval_point(bound["eval_point"]) if "eval_point" in run else None,
+            eval_point=_eval_point(bound),
             reads_param=any("x" in self.names(x) for x in ("direction", "accumulate")),
             given=(*self.extras, *self.noise),
             usual=self.usual(),
@@ -724,6 +709,27 @@ class Methods:
             narrow=self.narrow,
             prepare=prepare,
         )
+
+    def _functions(
+        self, traced: dict[str, Traced]
+    ) -> tuple[dict[str, Callable[..., Any]], int | None, str]:
+        """Return the functions of tensors, the place of `due`, and a hash of them all."""
+        trace, numbers = self.trace, self.measured.numbers
+        returned = traced["divisor"].returned if "divisor" in traced else []
+        results = [x for part in traced.values() for x in part.results]
+        trace.require([*results, *returned, *numbers.values()])
+        due = self._due()
+        run = {method: trace.function(method, *part[:2]) for method, part in traced.items()}
+        added = [self.arguments[x] for x in self.added]
+        if returned:
+            rates = [*self.arguments["move"][:3]] if self.divides == "move" else []
+            inputs = [*traced["divisor"].reduced.results, *rates, *added]
+            run["divided"] = trace.function("divided", inputs, returned)
+        if numbers:
+            inputs = [*self.measured.known, *added]
+            run["settled"] = trace.function("settled", inputs, [*numbers.values()])
+        code = repr((self.kind._fields, trace.code, self.divides, due))
+        return run, due, sha256(code.encode()).hexdigest()
 
     def _tried(
         self,
@@ -744,30 +750,31 @@ class Methods:
         return partial(_without_views, run, views) if views else run
 
     def _means(
-        self, bound: dict[str, Callable[..., Any]], sums: int, divided: Reduced
+        self, bound: dict[str, Callable[..., Any]], traced: dict[str, Traced]
     ) -> Means | None:
         """Return `Rule.means`: those that divide the move, or that are joined."""
-        if sums:
+        if "sums" in traced:
             summed = bound["sums"]
-            return Means(
-                sums, lambda g, x, d, decaying, s, c: [*summed((g, x), s, c)], None
-            )
-        if "divisor" not in bound:
+
+            def joined(
+                g: Any, x: Any, d: Any, decaying: Any, s: Any, c: Any
+            ) -> list[Tensor]:
+                return [*summed((g, x), s, c)]
+
+            return Means(len(traced["sums"].results), joined, None)
+        if "divisor" not in traced:
             return None
-        reduced, divided_by, moves = (
-            bound["divisor"],
-            bound["divided"],
-            self.divides == "move",
-        )
+        reduce, divided = bound["divisor"], bound["divided"]
+        divides, reduced = self.divides, traced["divisor"].reduced
 
         def measure(g: Any, x: Any, d: Any, decaying: Any, s: Any, c: Any) -> list[Tensor]:
-            return [*reduced((g, x, d, decaying), s, c)]
+            return [*reduce((g, x, d, decaying), s, c)]
 
         def divisor(means: Any, scale: Any, lr: Any, decay: Any, c: Any) -> Tensor:
-            factors = (lr, scale, decay) if moves else ()
-            return divided_by((*means, *factors), (), c)[0]
+            factors = (lr, scale, decay) if divides == "move" else ()
+            return divided((*means, *factors), (), c)[0]
 
-        return Means(len(divided.tensors), measure, divisor, self.divides, divided.tops)
+        return Means(len(reduced.tensors), measure, divisor, divides, reduced.tops)
 
     def _measure(self, bound: dict[str, Callable[..., Any]]) -> Measure | None:
         """Return `Rule.measure`."""
@@ -785,21 +792,16 @@ class Methods:
 
         return Measure(len(self.measured.reduced.tensors), measure, settle, tops, kept)
 
-    def _after_means(self, bound: dict[str, Callable[..., Any]]) -> AfterMeans | None:
-        """Return `Rule.after_means`."""
-        if (run := bound.get("after_means")) is None:
-            return None
+    def _coeffs(
+        self, after: list[Number]
+    ) -> tuple[Callable[..., Any], tuple[str, ...], Any]:
+        """Return `Rule.coeffs`, the names of its hyperparameters, and `Rule.prepare`.
 
-        def measure(x: Tensor, u: Tensor, s: Any, c: Any) -> list[Tensor]:
-            return [*run((x, u), s, c)]
-
-        return AfterMeans(len(self.after_means.tensors), measure, self.after_means.tops)
-
-    def _coeffs(self) -> tuple[Callable[..., Any], tuple[str, ...], Any]:
-        """Return `Rule.coeffs`, the names of its hyperparameters, and `Rule.prepare`."""
+        `after` has the running scalars after a step.
+        """
         trace, running, mapped = self.trace, self.running, self.mapped
         explicit, own, t = self.explicit, self.own_coeffs, self.arguments["t"]
-        results, n = [*trace.coeffs, *self.running_after], len(trace.coeffs)
+        results, n = [*trace.coeffs, *after], len(trace.coeffs)
         needed = trace.needed(results)
         takes = {*self.names("coeffs"), *self.names("whole")}
         if self.untraced:  # these methods may read any number
@@ -877,7 +879,7 @@ class Methods:
 
         return init
 
-    def _whole(self, text: str) -> Whole | None:
+    def _whole(self, text: str, by_matrix: bool) -> Whole | None:
         """Return `Rule.whole`: the class's, of an instance that has numbers of the step.
 
         `Coeffs.whole` has t and these numbers. `text` tells maps apart that are compiled.
@@ -924,7 +926,7 @@ class Methods:
             return to(new_d, d.dtype), tuple([to(x, y.dtype) for x, y in zip(new, fields)])
 
         digest = text and sha256(text.encode()).hexdigest()
-        return Whole(mapped, names, digest, "normal" in takes, reads, self.by_matrix)
+        return Whole(mapped, names, digest, "normal" in takes, reads, by_matrix)
 
     def _refuses(
         self, whole: Whole | None, init: Callable[..., Named], now: Any
@@ -1016,9 +1018,24 @@ def _after(
     return after
 
 
-def _eval_point(run: Callable[..., Any]) -> Callable[..., Tensor]:
+def _after_means(
+    bound: dict[str, Callable[..., Any]], traced: dict[str, Traced]
+) -> AfterMeans | None:
+    """Return `Rule.after_means`."""
+    if (run := bound.get("after_means")) is None:
+        return None
+    reduced = traced["after_means"].reduced
+
+    def measure(x: Tensor, u: Tensor, s: Any, c: Any) -> list[Tensor]:
+        return [*run((x, u), s, c)]
+
+    return AfterMeans(len(reduced.tensors), measure, reduced.tops)
+
+
+def _eval_point(bound: dict[str, Callable[..., Any]]) -> Callable[..., Tensor] | None:
     """Return `Rule.eval_point`."""
-    return lambda x, s, c: run((x,), s, c)[0]
+    run = bound.get("eval_point")
+    return run and (lambda x, s, c: run((x,), s, c)[0])
 
 
 def _without_views(fn: Callable[..., Any], views: dict[int, int], *args: Any) -> list[Any]:

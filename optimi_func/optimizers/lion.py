@@ -76,5 +76,5 @@ class Lion(Corrected, name="lion"):
         return d, s._replace(exp_avg=s.exp_avg + (1 - b2) * g)
 
 
-State, WithFormer = Lion.Momentum, Lion.WithFormer  # found by torch.load(weights_only=True)
+State = Lion.Momentum  # the name of this class in saved files
 lion, lion_init, lion_step = functions(Lion)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import cache, partial
 from itertools import chain
 from math import inf
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -113,38 +113,57 @@ def check_rule(
         raise ValueError(f"allowed has {sorted(unknown)}: the rows are {names}")
     wrong: list[str] = []
     print(f"{'row':<26} {'error':>9} {'allowed':>8}")
-    for name, usual, compared in rows:
-        error, most = inf, bounds.get(name, usual)
-        try:
-            with warnings.catch_warnings():
-                # Of betas that bfloat16 moments hardly follow, where warnings are errors.
-                warnings.simplefilter("ignore", UserWarning)
-                pair = compared()
-                got, want = (
-                    torch.cat([x.detach().flatten().double() for x in y]) for y in pair
-                )
-            if name == "repeated" and not want.any():
-                wrong.append(f"{name}: no parameter moved, so no row has what to compare")
-                break
-            error = ((got - want).norm() / want.norm()).item()
-            problem = f"error {error:.1e} above {most:.0e}, largest difference "
-            problem += f"{(got - want).abs().max():.2g}{_worst(*pair)}"
-            if want.isnan().any():
-                problem += ": what it is compared with, as the loop, is NaN. One step has "
-                problem += "gradients of 0, and one parameter has no elements"
-            problem += " (if the direction jumps, raise allowed=)" * (usual >= 1e-5)
-        except Exception as raised:
-            problem = f"{type(raised).__name__}: {raised}".split("\n")[0]
-            problem += line_of(raised)
-        fits = error <= most
-        print(f"{name:<26} {error:9.1e} {most:8.0e}" + "  wrong" * (not fits))
-        wrong += [] if fits else [f"{name}: {problem}"]
+    for row in rows:
+        name, usual, _ = row
+        most = bounds.get(name, usual)
+        found = _found_in(row, most)
+        if not found.moved:
+            wrong.append(f"{name}: {found.problem}")
+            break
+        fits = found.error <= most
+        print(f"{name:<26} {found.error:9.1e} {most:8.0e}" + "  wrong" * (not fits))
+        wrong += [] if fits else [f"{name}: {found.problem}"]
     if wrong:
         print(
             "If the direction jumps (a sign, a vote, a clip), a right rule may fail rows "
             'of dtypes and derivatives: raise their bounds, as allowed={"float32": 0.1}'
         )
         raise AssertionError("\n".join([f"{cls.__name__}, {len(wrong)} rows:", *wrong]))
+
+
+class _Found(NamedTuple):
+    """The result of comparing the two sides of a row."""
+
+    error: float  # inf if one of the sides raised an exception
+    problem: str  # the message if the error is larger than allowed
+    moved: bool = True  # False if no step moved a parameter
+
+
+def _found_in(row: _Row, most: float) -> _Found:
+    """Run both sides of a row, and return by how much they differ."""
+    name, usual, compared = row
+    try:
+        with warnings.catch_warnings():
+            # Of betas that bfloat16 moments hardly follow, where warnings are errors.
+            warnings.simplefilter("ignore", UserWarning)
+            pair = compared()
+            got, want = (
+                torch.cat([x.detach().flatten().double() for x in y]) for y in pair
+            )
+        if name == "repeated" and not want.any():
+            text = "no parameter moved, so no row has what to compare"
+            return _Found(inf, text, moved=False)
+        error = ((got - want).norm() / want.norm()).item()
+        problem = f"error {error:.1e} above {most:.0e}, largest difference "
+        problem += f"{(got - want).abs().max():.2g}{_worst(*pair)}"
+        if want.isnan().any():
+            problem += ": what it is compared with, as the loop, is NaN. One step has "
+            problem += "gradients of 0, and one parameter has no elements"
+        problem += " (if the direction jumps, raise allowed=)" * (usual >= 1e-5)
+    except Exception as raised:
+        first_line = f"{type(raised).__name__}: {raised}".split("\n")[0]
+        return _Found(inf, first_line + line_of(raised))
+    return _Found(error, problem)
 
 
 class _Named(Tensors):

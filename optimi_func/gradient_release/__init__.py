@@ -188,6 +188,20 @@ def prepare_for_gradient_release(
     )
     check_module("prepare_for_gradient_release", model)
     check_flag("ignore_existing_hooks", ignore_existing_hooks)
+    _check_unwrapped(model)
+    params = _owned(model, optimizer)
+    runner_of, how_replicas = Runner, (bucket_cap_mb, reduce_dtype, broadcast_buffers)
+    if process_group is not False:
+        runner_of = partial(ReplicaRunner, replicas=Replicas(process_group, *how_replicas))
+    elif how_replicas != (25, None, True):
+        names = "bucket_cap_mb, reduce_dtype, broadcast_buffers"
+        raise ValueError(f"{names} = {how_replicas}: they need process_group")
+    _check_unhooked(params, ignore_existing_hooks and process_group is False)
+    return GradientRelease(model, optimizer, params, options, runner_of)
+
+
+def _check_unwrapped(model: nn.Module) -> None:
+    """Raise an error if a part of the model is wrapped in DDP or in FSDP1."""
     # If the model uses FSDP, the module is imported already; importing it takes a second.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for module in model.modules():
@@ -198,13 +212,15 @@ def prepare_for_gradient_release(
                 "FullyShardedDataParallel reduces gradients after the hooks: use FSDP2 "
                 "(torch.distributed.fsdp.fully_shard) with gradient release"
             )
-    params = _owned(model, optimizer)
-    runner_of, how_replicas = Runner, (bucket_cap_mb, reduce_dtype, broadcast_buffers)
-    if process_group is not False:
-        runner_of = partial(ReplicaRunner, replicas=Replicas(process_group, *how_replicas))
-    elif how_replicas != (25, None, True):
-        names = "bucket_cap_mb, reduce_dtype, broadcast_buffers"
-        raise ValueError(f"{names} = {how_replicas}: they need process_group")
+
+
+def _check_unhooked(params: dict[str, Tensor], ignores: bool) -> None:
+    """Raise an error if gradient release or other code has hooks on the parameters.
+
+    Args:
+        params: The parameters that are to get hooks, by name.
+        ignores: True if the hooks of other code are allowed.
+    """
     hooked = [p for p in params.values() if has_foreign_hooks(p)]
     releases = releases_on(params.values())
     if releases:
@@ -214,13 +230,12 @@ def prepare_for_gradient_release(
             "instead of this optimizer: call remove_gradient_release(model) first, for "
             "example if a notebook's cell is run again"
         )
-    if hooked and not (ignore_existing_hooks and process_group is False):
+    if hooked and not ignores:
         raise ValueError(
             f"{len(hooked)} parameters have post-accumulate-grad hooks already: pass "
             "ignore_existing_hooks=True if they are meant to stay, but not process_group, "
             "which averages gradients after they have run"
         )
-    return GradientRelease(model, optimizer, params, options, runner_of)
 
 
 def _owned(

@@ -504,11 +504,22 @@ class GradientRelease:
             raise RuntimeError(
                 "the hooks were removed, or this is a copy: call loss.backward() and step()"
             )
+        if self.options.two_pass and self._runner.moves_next():
+            return self._backward_twice(loss_fn)
+        loss = loss_fn()
+        loss.backward()
+        return loss.detach()
+
+    def _backward_twice(self, loss_fn: Callable[[], Tensor]) -> Tensor:
+        """Measure the norm of all gradients, then run again and apply the scaled gradients.
+
+        Returns:
+            The loss, detached.
+
+        Raises:
+            RuntimeError: The model is gone, or the second run gave a different loss.
+        """
         runner, model = self._runner, self._model and self._model()
-        if not (self.options.two_pass and runner.moves_next()):
-            loss = loss_fn()
-            loss.backward()
-            return loss.detach()
         if model is None:
             raise RuntimeError(
                 "the module that was prepared is gone, so that its buffers cannot be put "

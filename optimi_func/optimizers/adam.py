@@ -59,7 +59,7 @@ class Moments(Body):
     def with_moments(
         self,
         g: Tensor,
-        s: "Plain | WithLargest.AMSGrad",
+        s: "Plain | Adam.AMSGradState",
         t: float,
         kept1: Scalar,
         kept2: Scalar,
@@ -68,7 +68,7 @@ class Moments(Body):
         m = kept1 * s.exp_avg + (1 - b1) * g
         v = kept2 * s.exp_avg_sq + (1 - b2) * (g * g)
         new = s._replace(exp_avg=m, exp_avg_sq=v)
-        if isinstance(s, WithLargest.AMSGrad):
+        if isinstance(s, Adam.AMSGradState):
             v = torch.maximum(s.max_exp_avg_sq, v)
             new = new._replace(max_exp_avg_sq=v)
         return self.scaled(1 / (1 - b1**t) * m, self.root(v, t), t), new
@@ -83,23 +83,7 @@ class Moments(Body):
         return mhat / (root + self.eps)
 
 
-class WithLargest(Moments):
-    """Base class of Adam and AdamW, which have the `amsgrad` option."""
-
-    _: KW_ONLY
-    amsgrad: bool = False
-
-    class AMSGrad(NamedTuple):
-        exp_avg: Moment
-        exp_avg_sq: SecondMoment
-        max_exp_avg_sq: Largest  # the largest v so far
-
-    @property
-    def State(self) -> type[Moments.Plain | AMSGrad]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.AMSGrad if self.amsgrad else self.Plain
-
-
-class Adam(WithLargest, name="adam"):
+class Adam(Moments, name="adam"):
     """Adam: step along the mean gradient, divided by the root of the mean squared gradient.
 
         m <- b1 * m + (1 - b1) * g,   v <- b2 * v + (1 - b2) * g^2
@@ -134,14 +118,25 @@ class Adam(WithLargest, name="adam"):
     """
 
     decouple_wd: bool = False
+    _: KW_ONLY
+    amsgrad: bool = False
     usual_decay = Coupled.usual_decay
 
     counterparts = Counterparts(
         in_torch=torch.optim.Adam, torch_names=DECAYS, bitsandbytes=Moments.Plain._fields
     )
 
+    class AMSGradState(NamedTuple):
+        exp_avg: Moment
+        exp_avg_sq: SecondMoment
+        max_exp_avg_sq: Largest  # the largest v so far
 
-class AdamW(Corrected, WithLargest, name="adamw"):
+    @property
+    def State(self) -> type[Moments.Plain | AMSGradState]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.AMSGradState if self.amsgrad else self.Plain
+
+
+class AdamW(Corrected, Moments, name="adamw"):
     """AdamW: Adam with decoupled weight decay, which does not pass through the moments.
 
         p <- p - lr * mhat / (sqrt(vhat) + eps) - lr * weight_decay * p
@@ -178,14 +173,20 @@ class AdamW(Corrected, WithLargest, name="adamw"):
     """
 
     weight_decay: Float = Float(1e-2)
+    _: KW_ONLY
+    amsgrad: bool = False
 
     counterparts = Counterparts(
         in_torch=torch.optim.AdamW,
         torch_options=refuse_mars,
         bitsandbytes=Moments.Plain._fields,
     )
-    directed = Moments.direction
-    accumulated = Moments.accumulate
+    # `Corrected` has the methods `direction` and `accumulate`. They are the following two
+    # methods of Moments, unless `mars` is set.
+    plain_direction = Moments.direction
+    plain_accumulate = Moments.accumulate
+
+    AMSGradState = Adam.AMSGradState
 
     class WithFormer(NamedTuple):
         exp_avg: Moment
@@ -193,15 +194,16 @@ class AdamW(Corrected, WithLargest, name="adamw"):
         prev_grad: Former  # g_prev
 
     @property
-    def State(self) -> type[Any]:
-        return super().State if self.mars is None else self.WithFormer
+    def State(self) -> type[Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self.mars is not None:
+            return self.WithFormer
+        return self.AMSGradState if self.amsgrad else self.Plain
 
     def check(self) -> None:
         if self.mars is not None and self.amsgrad:
             raise ValueError(f"Invalid amsgrad: amsgrad=True with mars={self.mars}")
 
 
-# Found by torch.load(weights_only=True).
-State, AMSGradState, WithFormer = Moments.Plain, WithLargest.AMSGrad, AdamW.WithFormer
+State = Moments.Plain  # the name of this class in saved files
 adam, adam_init, adam_step = functions(Adam)
 adamw, adamw_init, adamw_step = functions(AdamW)

@@ -59,13 +59,13 @@ class Lion(Corrected, name="lion"):
     def State(self) -> type[Momentum | WithFormer]:
         return self.Momentum if self.mars is None else self.WithFormer
 
-    def directed(self, g: Tensor, s: Any, t: float):
+    def plain_direction(self, g: Tensor, s: Any, t: float):
         del t
         b1, b2 = self.betas
         d = (b1 * s.exp_avg + (1 - b1) * g).sign()
         return d, s._replace(exp_avg=b2 * s.exp_avg + (1 - b2) * g)
 
-    def accumulated(self, g: Tensor, s: Any, t: float):
+    def plain_accumulate(self, g: Tensor, s: Any, t: float):
         del t
         # m = b2 * m_old + (1 - b2) * g_early has this step's earlier microbatches. Its
         # factor is b1 / b2, so that m_old counts b1, as in a whole step. If b2 = 0, no
@@ -76,5 +76,5 @@ class Lion(Corrected, name="lion"):
         return d, s._replace(exp_avg=s.exp_avg + (1 - b2) * g)
 
 
-State, WithFormer = Lion.Momentum, Lion.WithFormer  # found by torch.load(weights_only=True)
+State = Lion.Momentum  # the name of this class in saved files
 lion, lion_init, lion_step = functions(Lion)

@@ -21,13 +21,15 @@ def refuse_mars(group: Group) -> Group:
 class Corrected(Body):
     """Base class of optimizers with the `mars` option, which corrects each gradient.
 
-    A subclass's `directed` and `accumulated` methods do not correct gradients. If `mars` is
-    set, the optimizer has a `measure` method, stores prev_grad in its state, and has no
-    `accumulate` method.
+    A subclass writes its rule in the methods `plain_direction` and `plain_accumulate`, as
+    if gradients were never corrected. `direction` and `accumulate` are these two methods if
+    `mars` is None. If `mars` is set, `direction` calls `plain_direction` with the corrected
+    gradient. The optimizer then also has a `measure` method, stores prev_grad in its state,
+    and has no `accumulate` method.
     """
 
-    directed: ClassVar[Callable[..., tuple[Tensor, Any]]]
-    accumulated: ClassVar[Callable[..., tuple[Tensor, Any]]]
+    plain_direction: ClassVar[Callable[..., tuple[Tensor, Any]]]
+    plain_accumulate: ClassVar[Callable[..., tuple[Tensor, Any]]]
 
     betas: Betas = Betas(0.9, 0.99)
     weight_decay: Float = Float(0.0)
@@ -37,12 +39,12 @@ class Corrected(Body):
     @property
     def direction(self) -> Callable[..., Any]:
         """The direction method, which takes `length` only if gradients are corrected."""
-        return self.directed if self.mars is None else self.of_corrected
+        return self.plain_direction if self.mars is None else self.corrected_direction
 
     @property
     def accumulate(self) -> Callable[..., Any] | None:
         """None if gradients are corrected: micro-batches have no previous gradient."""
-        return self.accumulated if self.mars is None else None
+        return self.plain_accumulate if self.mars is None else None
 
     @property
     def measure(self) -> Callable[..., Any] | None:
@@ -55,8 +57,8 @@ class Corrected(Body):
         c = self.corrected(g, s, t)
         return {"length": root(mean(c * c) * numel).clamp_min(1.0)}
 
-    def of_corrected(self, g: Tensor, s: Any, t: float, length: Tensor):
-        d, new = self.directed(self.corrected(g, s, t) / length, s, t)
+    def corrected_direction(self, g: Tensor, s: Any, t: float, length: Tensor):
+        d, new = self.plain_direction(self.corrected(g, s, t) / length, s, t)
         return d, new._replace(prev_grad=g)
 
     def corrected(self, g: Tensor, s: Any, t: float) -> Tensor:

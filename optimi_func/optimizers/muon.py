@@ -423,5 +423,5 @@ def on_sphere(u: Tensor, w: Tensor, lr: Scalar) -> Tensor:
     return longer / (square + root(square)) * w + radius / root(square) * u
 
 
-State, WithSquares = Muon.Momentum, Muon.WithSquares  # names to pickle them by
+State = Muon.Momentum  # the name of this class in saved files
 muon, muon_init, muon_step = functions(Muon)

@@ -25,7 +25,7 @@ from optimi_func.optimizers.mixed import Mixed, Named, Part, keywords_of, rule_n
 from optimi_func.optimizers.muon import TABLES, muon
 from optimi_func.optimizers.normuon import normuon
 from optimi_func.pure.functional import FunctionalOptimizer, Number
-from optimi_func.state.convert import without_wrappers
+from optimi_func.state.convert import Group, without_wrappers
 
 _log = logging.getLogger("optimi_func")
 
@@ -198,41 +198,77 @@ def MuonAdamW(  # noqa: D417
     # Of each kind: see `_kinds`.
     rules = [(partial(matrices, **own, **shared), lr, 0.0 if hyperball else weight_decay)]
     rules += [(of_adamw, second_lr, decay), (of_adamw, second_lr, 0.0)]
-    if not isinstance(hidden, HiddenMatrices | None):
-        raise TypeError(f"hidden={hidden!r}: allowed is what hidden_matrices returns")
     patterns = dict(exclude=exclude, include=include, transposed=transposed)
-    if hidden and any(patterns.values()):
-        raise ValueError(
-            "exclude, include and transposed are options of the call that made hidden"
-        )
-    chosen = hidden or hidden_matrices(model, **patterns)
+    chosen = _chosen(model, hidden, patterns)
     elsewhere = [] if hidden is None else [*hidden.kind_of]
     all_decay = adamw_weight_decay is not None
     kinds = _kinds(model, chosen, elsewhere, lr_multipliers, split, all_decay)
     made = partial(_made, lr, max_lr)
     parts = [(Named(names), made(*rules[how.kind], *how)) for how, names in kinds]
-    named = list(model.named_parameters())
-    if hidden is None and not any([p.requires_grad and chosen(n, p) for n, p in named]):
+    _log_choice(model, chosen, warns=hidden is None)
+    known = {*keywords_of(adamw), *keywords_of(muon if row_beta is None else normuon)}
+    groups = _groups(model, elsewhere, overrides or {}, known)
+    optimizer = Mixed(groups, *parts, **options)
+    by_name = {"lr_multipliers": lr_multipliers, "split": split, "overrides": overrides}
+    choice = None if hidden else patterns
+    optimizer.chooser = LateChooser(model, choice, made, rules, by_name, all_decay)
+    return optimizer
+
+
+def _chosen(
+    model: nn.Module, hidden: object, patterns: Mapping[str, Any]
+) -> "HiddenMatrices":
+    """Return the choice of hidden matrices that the user passed, or the default choice.
+
+    Raises:
+        TypeError: hidden is not what `hidden_matrices` returns.
+        ValueError: hidden is combined with patterns, or a pattern selects nothing.
+    """
+    if not isinstance(hidden, HiddenMatrices | None):
+        raise TypeError(f"hidden={hidden!r}: allowed is what hidden_matrices returns")
+    if hidden and any(patterns.values()):
+        raise ValueError(
+            "exclude, include and transposed are options of the call that made hidden"
+        )
+    return hidden or hidden_matrices(model, **patterns)
+
+
+def _log_choice(model: nn.Module, chosen: "HiddenMatrices", warns: bool) -> None:
+    """Log the kind of each parameter. If `warns`, warn if no hidden matrix is trainable."""
+    named = model.named_parameters()
+    if warns and not any([p.requires_grad and chosen(n, p) for n, p in named]):
         _log.warning(
             "MuonAdamW: hidden_matrices selects no parameter to train, so that AdamW "
             "updates everything. include= names matrices for Muon"
         )
     for line in str(chosen).splitlines():
         _log.info("MuonAdamW: %s", line)
+
+
+def _groups(
+    model: nn.Module,
+    elsewhere: list[str],
+    overrides: Mapping[str, Mapping[str, Any]],
+    known: set[str],
+) -> list[Group]:
+    """Return the param groups of the model, one for each set of overridden options.
+
+    Args:
+        model: The model.
+        elsewhere: Names of parameters in other parts of the model, which a pattern in
+            `overrides` may select, but which are in none of the groups.
+        overrides: Options by names and patterns of parameters.
+        known: The names of the options that may be overridden.
+    """
     # In the place of other parts' parameters.
     other = torch.empty(0, dtype=torch.float32, device="cpu")
-    pairs = [*named, *[(name, other) for name in elsewhere]]
-    groups = param_groups_by_name(pairs, overrides or {})
-    known = {*keywords_of(adamw), *keywords_of(muon if row_beta is None else normuon)}
-    for name in sorted({k for own in (overrides or {}).values() for k in own} - known):
+    pairs = [*model.named_parameters(), *[(name, other) for name in elsewhere]]
+    groups = param_groups_by_name(pairs, overrides)
+    for name in sorted({k for own in overrides.values() for k in own} - known):
         raise ValueError(f"overrides has {name!r}: allowed are {sorted(known)}")
     for group in groups:
         group["params"] = [pair for pair in group["params"] if pair[1] is not other]
-    optimizer = Mixed(groups, *parts, **options)
-    by_name = {"lr_multipliers": lr_multipliers, "split": split, "overrides": overrides}
-    choice = None if hidden else patterns
-    optimizer.chooser = LateChooser(model, choice, made, rules, by_name, all_decay)
-    return optimizer
+    return groups
 
 
 def _kinds(

@@ -115,6 +115,4 @@ class RMSprop(Coupled, name="rmsprop"):
         return d, self.State(*new)
 
 
-Plain, Momentum = RMSprop.Plain, RMSprop.Momentum  # found by torch.load(weights_only=True)
-Centered, Both = RMSprop.Centered, RMSprop.Both
 rmsprop, rmsprop_init, rmsprop_step = functions(RMSprop)

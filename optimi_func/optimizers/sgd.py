@@ -119,5 +119,5 @@ class SGD(Body, name="sgd"):
         return []
 
 
-State = SGD.Buffer  # found by torch.load(weights_only=True)
+State = SGD.Buffer  # the name of this class in saved files
 sgd, sgd_init, sgd_step = functions(SGD)

@@ -168,6 +168,7 @@ kahan_sum: None
 foreach: None
 triton: None
 gradient_release: False
+amsgrad: False
 mars: None
 compile: False
 maximize: False
@@ -177,7 +178,6 @@ storage: None
 cautious_decay: False
 corrected_decay: False
 cautious: False
-amsgrad: False
 params: [0]
 decoupled_weight_decay: True
 differentiable: False

@@ -609,7 +609,8 @@ class Checkpoints(Optimizer):
             entry = convert.checked(rule, "state.leaves", name, p, entry)
             plain = not (storage.coded or stored.has_codes(rule, entry))
             with torch.no_grad():
-                made[p] = stored.owned(rule, p, group["capturable"], storage, entry, plain)
+                capturable = group["capturable"]
+                made[p] = stored.fit(rule, p, entry, storage, capturable, plain, copy=True)
         return made, [(home[name][1], x) for name, x in params.items()]
 
     def functional(self) -> tuple[FunctionalOptimizer, TreeState]:

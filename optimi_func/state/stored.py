@@ -26,6 +26,7 @@ from optimi_func.core.storage import (
     decode,
     entry_of,
     field_of,
+    missing_fields,
     names_in,
     own_names,
     state_in,
@@ -40,60 +41,74 @@ from optimi_func.state.convert import TRAIN_PARAM, Entry, checked
 _TURNED = frozenset(("bases", "factors"))
 
 
-def owned(
+def fit(
     rule: Rule,
     p: Tensor,
-    capturable: bool,
-    storage: Storage,
     entry: Entry,
+    storage: Storage,
+    capturable: bool,
     keep_dtypes: bool,
+    copy: bool,
 ) -> Entry:
-    """Copy an entry that is `checked` to p's device and memory order, in a storage.
+    """Return the tensors of a parameter's entry, completed and converted to a storage.
 
-    keep_dtypes keeps the dtypes of the entry instead of those of fresh state. capturable
-    puts the step count and running scalars on p's device.
+    Fields, counts and a compensation that the entry lacks get their first values. The
+    compensation is left out if the storage has none.
+
+    Args:
+        rule: The rule of the parameter's group.
+        p: The parameter.
+        entry: The rule's tensors for p, after `check_entry`. Empty before the first step.
+        storage: The storage of the parameter's group.
+        capturable: Put the step count and the running scalars on p's device instead of the
+            CPU.
+        keep_dtypes: Keep the floating dtypes of the entry instead of converting to those
+            of fresh state. Moments are still converted to 8-bit codes and back.
+        copy: Copy every tensor to p's device and memory order. If False, the result shares
+            all tensors that need no conversion with the entry.
     """
-    if keep_dtypes and (storage.coded or has_codes(rule, entry)):
-        raise ValueError(
-            f"keep_dtypes=True with storage={storage} and a state that holds "
-            f"{sorted(entry)}: codes are not cast. Leave it out, and the state is "
-            "converted to the optimizer's storage"
-        )
-    result: Entry = {}
-    if "step" in entry:
-        device = p.device if capturable else "cpu"
-        result["step"] = entry["step"].detach().to(device, torch.float32, copy=True)
-        running = rule.running(*[entry[name].detach() for name in rule.running._fields])
-        result.update(running_tensors(running, torch.device(device))._asdict())
-        state, comp = state_in(rule, entry)
-        fresh = fresh_like(rule, p, storage)
-        pairs = zip(state, fresh.state)
-        new_state = rule.state(*[_kept(p, old, like, keep_dtypes) for old, like in pairs])
-        dtype = None if fresh.comp is None else fresh.comp.dtype
+    if missing := missing_fields(rule, entry):
+        first = entry_of(init_leaf(rule, p, storage).state, None)
+        entry = entry | {k: x for k, x in first.items() if field_of(k) in missing}
+        if len(missing) == len(rule.state._fields):
+            # Restart if momentum is turned on later: its first step initializes the buffer.
+            entry.pop("step", None)
+    device = p.device if capturable else torch.device("cpu")
+    result: Entry = {"step": torch.zeros((), dtype=torch.float32, device=device)}
+    result.update(running_tensors(rule.running(), device)._asdict())
+    for name in result.keys() & entry.keys():
+        x = entry[name].detach() if copy else entry[name]
+        result[name] = x.to(device, result[name].dtype if copy else x.dtype, copy=copy)
+    state, comp = state_in(rule, entry)
+    if copy or storage.coded or has_codes(rule, entry):
+        pairs = zip(state, fresh_like(rule, p, storage).state)
+        state = rule.state(*[_fit_field(p, *pair, keep_dtypes, copy) for pair in pairs])
+    if (dtype := codes.remainder_dtype(p, storage.param)) is None:
+        comp = None
+    elif comp is None:
         # Without it, `load_master_state_dict` would have no place for the rest.
-        new_comp = None if dtype is None else torch.zeros_like(p, dtype=dtype)
-        if comp is not None and dtype is not None:
-            before = _compensated(rule, p, entry)
-            new_comp = _laid_out(before, comp, comp.dtype)
-            if not codes.alike(comp.dtype, dtype):
-                new_comp = codes.recast_remainder(before, new_comp, dtype)
-            elif not keep_dtypes:
-                new_comp = new_comp.to(dtype)
-        result.update(entry_of(new_state, new_comp))
-    names = own_names(rule)
-    for name, x in entry.items():
-        if name not in names:
-            result[name] = pytree.tree_map_only(Tensor, partial(_copied, p), x)
-    return result
+        comp = torch.zeros_like(p, dtype=dtype)
+    else:
+        weight = _compensated(rule, p, entry)
+        comp = _laid_out(weight, comp, comp.dtype) if copy else comp
+        if not codes.alike(comp.dtype, dtype):
+            comp = codes.recast_remainder(weight, comp, dtype)
+        elif not keep_dtypes:
+            comp = comp.to(dtype)
+    return {**result, **entry_of(state, comp)}
 
 
 def loading(
     rule: Rule, capturable: bool, storage: Storage, keep_dtypes: bool
 ) -> Callable[[object, Tensor, Entry], Entry]:
-    """Return a function of a name, a parameter and its saved entry: `checked` and `owned`.
+    """Return a function that checks, converts and copies a saved entry.
 
-    What these do follows from facts, but for the check of the step count. If they copied
-    an entry as it was, others with the same facts are copied at once.
+    The function takes the parameter's name, the parameter and its saved entry, which may
+    contain tensors of other code. `keep_dtypes` and `capturable` are those of `fit`.
+
+    Except for the check of the step count, the result depends only on the `_facts` of the
+    entry. If an entry was copied without a conversion, entries with the same facts are
+    copied without checks.
     """
     known = set[object]()
 
@@ -102,7 +117,19 @@ def loading(
         if kind in known and saved["step"].item() >= 0.0:
             return {key: x.detach().clone() for key, x in saved.items()}
         entry = checked(rule, "state", name, p, saved)
-        entry = owned(rule, p, capturable, storage, entry, keep_dtypes)
+        if keep_dtypes and (storage.coded or has_codes(rule, entry)):
+            raise ValueError(
+                f"keep_dtypes=True with storage={storage} and a state that holds "
+                f"{sorted(entry)}: codes are not cast. Leave it out, and the state is "
+                "converted to the optimizer's storage"
+            )
+        others = {key: x for key, x in entry.items() if key not in own_names(rule)}
+        copies = pytree.tree_map_only(Tensor, partial(_copied, p), others)
+        if "step" in entry:
+            entry = fit(rule, p, entry, storage, capturable, keep_dtypes, copy=True)
+            entry.update(copies)
+        else:
+            entry = copies  # the parameter has not stepped
         if kind is not None and kind == _facts(p, entry):
             known.add(kind)
         return entry
@@ -157,11 +184,13 @@ def has_codes(rule: Rule, entry: Entry) -> bool:
     return not all(x.is_floating_point() or x.is_complex() for x in kinds)
 
 
-def _kept(p: Tensor, field: Any, like: Any, keep_dtypes: bool) -> object:
-    """Copy a field of a state to the dtype or the codes of `like`, in p's memory order."""
+def _fit_field(p: Tensor, field: Any, like: Any, keep_dtypes: bool, copy: bool) -> object:
+    """Convert a field of a state to the dtype or the codes of `like`: see `fit`."""
+    if not copy and isinstance(field, Tensor) == isinstance(like, Tensor):
+        return field
     if p.is_complex():
         field, like = pytree.tree_map(as_real, (field, like))
-        return stored(p, _kept(as_real(p.detach()), field, like, keep_dtypes))
+        return stored(p, _fit_field(as_real(p.detach()), field, like, keep_dtypes, copy))
     if isinstance(field, Tensor):
         x = field
     else:
@@ -187,14 +216,6 @@ def _kept(p: Tensor, field: Any, like: Any, keep_dtypes: bool) -> object:
     for target, new in zip(locals_, type(fresh)(*locals_).encode(part, codes.NEAREST)):
         target.copy_(new)
     return fresh
-
-
-def restored(rule: Rule, p: Tensor, entry: Entry, name: str, like: object) -> Entry:
-    """Return an entry with one field converted to the dtype or the codes of `like`."""
-    state, comp = state_in(rule, entry)
-    field = _kept(p, getattr(state, name), like, False)
-    rest = {k: x for k, x in entry.items() if field_of(k) != name}
-    return {**rest, **entry_of(state._replace(**{name: field}), comp)}
 
 
 def _compensated(rule: Rule, p: Tensor, entry: Entry) -> Tensor:

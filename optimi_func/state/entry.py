@@ -30,7 +30,7 @@ def ensure_state(
     made: dict[Tensor, Entry],
     path: object,
     p: Tensor,
-    rule: Rule,
+    bound: FunctionalOptimizer,
     storage: Storage,
     capturable: bool,
 ) -> Entry:
@@ -41,6 +41,7 @@ def ensure_state(
     """
     if p in made:
         return made[p]
+    rule = bound.rule
     check_param(path, p)
     check_taken(rule, path, p)
     check_placed(path, p)
@@ -50,11 +51,11 @@ def ensure_state(
     entry = {k: x for k, x in own.items() if k in counted or x is not None}
     if entry:
         entry.update(as_counts("state", path, counted, entry))
-        check_entry(rule, "state", path, p, entry)
+        check_entry(rule, bound.shape_numbers, "state", path, p, entry)
         _check_in_place(rule, path, p, entry)
     others = {k: x for k, x in state.items() if k not in own}
     # Moments and compensations of any floating dtype can be used as they are.
-    fitted = fit(rule, p, entry, storage, capturable, keep_dtypes=True, copy=False)
+    fitted = fit(bound, p, entry, storage, capturable, keep_dtypes=True, copy=False)
     made[p] = {**fitted, **others}
     return made[p]
 

@@ -1,7 +1,7 @@
 """Convert entries between storages: other dtypes, 8-bit codes, other compensations."""
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -21,8 +21,9 @@ from optimi_func.core.distributed import (
 )
 from optimi_func.core.leaf import init_leaf, leaf_dtype
 from optimi_func.core.pairs import as_real, stored
-from optimi_func.core.rule import Leaf, Rule, Storage
+from optimi_func.core.rule import Leaf, Numbers, Rule, Storage
 from optimi_func.core.storage import (
+    cached_init,
     decode,
     entry_of,
     field_of,
@@ -42,7 +43,7 @@ _TURNED = frozenset(("bases", "factors"))
 
 
 def fit(
-    rule: Rule,
+    bound: FunctionalOptimizer,
     p: Tensor,
     entry: Entry,
     storage: Storage,
@@ -56,7 +57,7 @@ def fit(
     compensation is left out if the storage has none.
 
     Args:
-        rule: The rule of the parameter's group.
+        bound: The pure optimizer of the parameter's group.
         p: The parameter.
         entry: The rule's tensors for p, after `check_entry`. Empty before the first step.
         storage: The storage of the parameter's group.
@@ -67,8 +68,10 @@ def fit(
         copy: Copy every tensor to p's device and memory order. If False, the result shares
             all tensors that need no conversion with the entry.
     """
+    rule = bound.rule
     if missing := missing_fields(rule, entry):
-        first = entry_of(init_leaf(rule, p, storage).state, None)
+        leaf = init_leaf(rule, bound.init_numbers, p, storage)
+        first = entry_of(leaf.state, None)
         entry = entry | {k: x for k, x in first.items() if field_of(k) in missing}
         if len(missing) == len(rule.state._fields):
             # Restart if momentum is turned on later: its first step initializes the buffer.
@@ -81,7 +84,7 @@ def fit(
         result[name] = x.to(device, result[name].dtype if copy else x.dtype, copy=copy)
     state, comp = state_in(rule, entry)
     if copy or storage.coded or has_codes(rule, entry):
-        pairs = zip(state, fresh_like(rule, p, storage).state)
+        pairs = zip(state, fresh_like(rule, bound.shape_numbers, p, storage).state)
         state = rule.state(*[_fit_field(p, *pair, keep_dtypes, copy) for pair in pairs])
     if (dtype := codes.remainder_dtype(p, storage.param)) is None:
         comp = None
@@ -99,7 +102,7 @@ def fit(
 
 
 def loading(
-    rule: Rule, capturable: bool, storage: Storage, keep_dtypes: bool
+    bound: FunctionalOptimizer, capturable: bool, storage: Storage, keep_dtypes: bool
 ) -> Callable[[object, Tensor, Entry], Entry]:
     """Return a function that checks, converts and copies a saved entry.
 
@@ -110,13 +113,13 @@ def loading(
     entry. If an entry was copied without a conversion, entries with the same facts are
     copied without checks.
     """
-    known = set[object]()
+    rule, known = bound.rule, set[object]()
 
     def load(name: object, p: Tensor, saved: Entry) -> Entry:
         kind = _facts(p, saved)
         if kind in known and saved["step"].item() >= 0.0:
             return {key: x.detach().clone() for key, x in saved.items()}
-        entry = checked(rule, "state", name, p, saved)
+        entry = checked(bound, "state", name, p, saved)
         if keep_dtypes and (storage.coded or has_codes(rule, entry)):
             raise ValueError(
                 f"keep_dtypes=True with storage={storage} and a state that holds "
@@ -126,7 +129,7 @@ def loading(
         others = {key: x for key, x in entry.items() if key not in own_names(rule)}
         copies = pytree.tree_map_only(Tensor, partial(_copied, p), others)
         if "step" in entry:
-            entry = fit(rule, p, entry, storage, capturable, keep_dtypes, copy=True)
+            entry = fit(bound, p, entry, storage, capturable, keep_dtypes, copy=True)
             entry.update(copies)
         else:
             entry = copies  # the parameter has not stepped
@@ -153,28 +156,21 @@ def _facts(p: Tensor, entry: Entry) -> object:
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 
-def fresh_like(rule: Rule, p: Tensor, storage: Storage) -> Leaf:
+def fresh_like(rule: Rule, numbers: Numbers, p: Tensor, storage: Storage) -> Leaf:
     """Return a leaf with fresh state without memory, which is not written to."""
     odd = not is_plain(p) or p.layout != torch.strided
     if odd or any_torch_dispatch_mode_on_stack():
         # `empty_like` is dense, and state in codes is only for parameters that are.
         dense = p.layout != torch.strided or codes.is_dense(p)
         like = torch.empty_like(p, device="meta") if dense else p.detach()
-        return init_leaf(rule, like, storage)
-    return _fresh_like(rule, tuple(p.shape), p.stride(), p.dtype, storage)
+        return init_leaf(rule, numbers, like, storage)
+    shape, stride, dtype = tuple(p.shape), p.stride(), p.dtype
 
+    def make() -> Leaf:
+        like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return init_leaf(rule, numbers, like, storage)
 
-# torch takes 0.1 ms a tensor without memory, and models have many of one shape.
-@lru_cache(256)
-def _fresh_like(
-    rule: Rule,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
-    storage: Storage,
-) -> Leaf:
-    p = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    return init_leaf(rule, p, storage)
+    return cached_init(rule, numbers, make, shape, stride, dtype, storage)
 
 
 def has_codes(rule: Rule, entry: Entry) -> bool:
@@ -303,15 +299,16 @@ def _codecs(rule: Rule, p: Tensor, storage: Storage) -> dict[str, codes.Codes]:
     if not storage.coded or not codes.has_groups(as_real(p.detach())):
         return {}
     like = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
-    fresh = fresh_like(rule, like, storage).state
+    # No hyperparameter decides which fields are in codes.
+    fresh = fresh_like(rule, None, like, storage).state
     return {k: x for k, x in fresh._asdict().items() if isinstance(x, codes.Codes)}
 
 
 def fitting(bound: FunctionalOptimizer, p: Tensor, saved: Entry) -> tuple[Entry, list[str]]:
     """Return an entry with what fits of another rule's, and the fields that are taken."""
-    rule = bound.starting_rule
+    rule = bound.rule
     entry = decoded(rule, p, {k: x for k, x in saved.items() if x is not None})
-    fresh = entry_of(init_leaf(rule, p.detach(), Storage("plain")).state, None)
+    fresh = plain_entry(bound, p)
     names = [
         name
         for name, x in fresh.items()
@@ -326,17 +323,25 @@ def fitting(bound: FunctionalOptimizer, p: Tensor, saved: Entry) -> tuple[Entry,
         entry = {"step": entry.get("step", 0.0), **entry} if names else entry
     comp = {"kahan_comp": entry["kahan_comp"]} if "kahan_comp" in entry else {}
     if not names:
-        return with_rest(rule, p, None, comp) if comp else {}, []
+        return with_rest(bound, p, None, comp) if comp else {}, []
     values = {name: entry[name] for name in (*names, *rule.counted)}
     return {**fresh, **comp, **values}, names
 
 
-def with_rest(rule: Rule, p: Tensor, saved: Entry | None, current: Entry) -> Entry:
+def with_rest(
+    bound: FunctionalOptimizer, p: Tensor, saved: Entry | None, current: Entry
+) -> Entry:
     """Return a saved entry, or that of a parameter without steps, with a compensation."""
     if not saved:
-        fresh = entry_of(init_leaf(rule, p.detach(), Storage("plain")).state, None)
-        saved = {**fresh, **rule.running()._asdict(), "step": 0.0}
+        running = bound.rule.running()._asdict()
+        saved = {**plain_entry(bound, p), **running, "step": 0.0}
     return {**saved, "kahan_comp": current["kahan_comp"]}
+
+
+def plain_entry(bound: FunctionalOptimizer, p: Tensor) -> Entry:
+    """Return fresh state for a parameter as an entry, without codes and compensation."""
+    leaf = init_leaf(bound.rule, bound.init_numbers, p.detach(), Storage("plain"))
+    return entry_of(leaf.state, None)
 
 
 def _is_steady(bound: FunctionalOptimizer) -> bool:
@@ -419,7 +424,7 @@ def mask_like(p: Tensor, rows: Tensor) -> Tensor:
 
 
 def begin(
-    rule: Rule,
+    bound: FunctionalOptimizer,
     coeffs: object,
     p: Tensor,
     storage: Storage,
@@ -435,7 +440,8 @@ def begin(
     such as z. `coeffs` are those of a first step.
     """
     p, entry = as_real(p.detach()), {name: as_real(x) for name, x in entry.items()}
-    leaf = leaf_to_local(init_leaf(rule, p, storage))
+    rule = bound.rule
+    leaf = leaf_to_local(init_leaf(rule, bound.init_numbers, p, storage))
     new, following = entry_of(leaf.state, leaf.comp), ["kahan_comp"]
     told = rule.measure or rule.after_means or rule.extras  # which are of a step
     if mask is not None and rule.after is not None and not told:

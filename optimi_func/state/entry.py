@@ -47,7 +47,7 @@ def ensure_state(
     check_placed(path, p)
     check_writable(path, *to_local([p]))
     state, names, counted = states.get(p, {}), own_names(rule), rule.counted
-    own = {k: x for k, x in state.items() if k in names}
+    own = {k: state[k] for k in names if k in state}
     entry = {k: x for k, x in own.items() if k in counted or x is not None}
     if entry:
         entry.update(as_counts("state", path, counted, entry))

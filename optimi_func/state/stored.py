@@ -20,6 +20,7 @@ from optimi_func.core.distributed import (
     whole,
 )
 from optimi_func.core.leaf import init_leaf, leaf_dtype
+from optimi_func.core.math import scalar_dtype
 from optimi_func.core.pairs import as_real, stored
 from optimi_func.core.rule import Leaf, Numbers, Rule, Storage
 from optimi_func.core.storage import (
@@ -35,7 +36,7 @@ from optimi_func.core.storage import (
 from optimi_func.core.torch_private import FACTS, is_plain, is_unwatched, transform_level
 from optimi_func.pure.casts import called
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import running_tensors
+from optimi_func.pure.tree import tensor_of
 from optimi_func.state.convert import TRAIN_PARAM, Entry, checked
 
 # Fields without which moments are in other coordinates.
@@ -59,7 +60,8 @@ def fit(
     Args:
         bound: The pure optimizer of the parameter's group.
         p: The parameter.
-        entry: The rule's tensors for p, after `check_entry`. Empty before the first step.
+        entry: The entry of p, after `check_entry`. Values of other code are left out. The
+            entry of a parameter that has not stepped is empty.
         storage: The storage of the parameter's group.
         capturable: Put the step count and the running scalars on p's device instead of the
             CPU.
@@ -71,24 +73,31 @@ def fit(
     rule = bound.rule
     if missing := missing_fields(rule, entry):
         leaf = init_leaf(rule, bound.init_numbers, p, storage)
-        first = entry_of(leaf.state, None)
-        entry = entry | {k: x for k, x in first.items() if field_of(k) in missing}
+        fresh = entry_of(leaf.state, None)
+        entry = entry | {k: x for k, x in fresh.items() if field_of(k) in missing}
         if len(missing) == len(rule.state._fields):
             # Restart if momentum is turned on later: its first step initializes the buffer.
             entry.pop("step", None)
     device = p.device if capturable else torch.device("cpu")
-    result: Entry = {"step": torch.zeros((), dtype=torch.float32, device=device)}
-    result.update(running_tensors(rule.running(), device)._asdict())
-    for name in result.keys() & entry.keys():
-        x = entry[name].detach() if copy else entry[name]
-        result[name] = x.to(device, result[name].dtype if copy else x.dtype, copy=copy)
-    state, comp = state_in(rule, entry)
-    if copy or storage.coded or has_codes(rule, entry):
+    result: Entry = {}
+    for name, first in {"step": 0.0, **rule.running()._asdict()}.items():
+        dtype = torch.float32 if name == "step" else scalar_dtype(device)
+        if copy or name not in entry:
+            x = entry[name].detach() if name in entry else first
+            result[name] = tensor_of(x, dtype, device)
+        else:
+            result[name] = entry[name].to(device)
+    moments = {name: entry[name] for name in names_in(rule.state._fields, entry)}
+    comp = moments.pop("kahan_comp", None)
+    if copy or storage.coded or has_codes(rule, moments):
+        state, _ = state_in(rule, moments)
         pairs = zip(state, fresh_like(rule, bound.shape_numbers, p, storage).state)
-        state = rule.state(*[_fit_field(p, *pair, keep_dtypes, copy) for pair in pairs])
+        fields = [_fit_field(p, *pair, keep_dtypes, copy) for pair in pairs]
+        moments = entry_of(rule.state(*fields), None)
+    result.update(moments)
     if (dtype := codes.remainder_dtype(p, storage.param)) is None:
-        comp = None
-    elif comp is None:
+        return result
+    if comp is None:
         # Without it, `load_master_state_dict` would have no place for the rest.
         comp = torch.zeros_like(p, dtype=dtype)
     else:
@@ -98,7 +107,7 @@ def fit(
             comp = codes.recast_remainder(weight, comp, dtype)
         elif not keep_dtypes:
             comp = comp.to(dtype)
-    return {**result, **entry_of(state, comp)}
+    return {**result, "kahan_comp": comp}
 
 
 def loading(

@@ -350,7 +350,9 @@ class _Check:
         rule, p, g = self.value.rule, self.start[0], self.grads[0][0]
         c, _ = rule.advance(1.0, self.hyper["lr"], rule.running(), self.value.numbers)
         more = (p,) if rule.reads_param else ()
-        before = rule.direction(g, rule.init(p, _DOUBLE), c, *more).state
+        before = rule.direction(
+            g, rule.init(p, _DOUBLE, self.value.init_numbers), c, *more
+        ).state
         return rule.direction(0.0 * g, before, rule.accumulate(c), *more).state, before
 
     def _run(

@@ -519,7 +519,7 @@ class BaseOptimizer(Fields, Checkpoints):
             plan = old.moved(params, [self.state.get(p, {}) for p in params])
             if plan and plan.counts.valid:
                 return plan
-        how = bound.starting_rule, group_storage(group), counting[0]
+        how = bound, group_storage(group), counting[0]
         named = [(self.path_of(group, p), p) for p in params]
         entries = [ensure_state(self.state, made, *pair, *how) for pair in named]
         if old is not None and (plan := old.moved(params, entries)) is not None:
@@ -580,7 +580,7 @@ class BaseOptimizer(Fields, Checkpoints):
         """
         made: dict[Tensor, Entry] = {}
         for group in self.param_groups:
-            how = self.rule_of(group), group_storage(group), group["capturable"]
+            how = self.bound_of(group), group_storage(group), group["capturable"]
             for p in group["params"]:
                 if p.requires_grad and "step" not in self.state.get(p, {}):
                     with kernel_context(p.device):

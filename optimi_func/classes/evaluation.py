@@ -120,8 +120,7 @@ class Evaluated(BaseOptimizer):
             mask = ~(near | (now == x) | now.isnan())
             if mask.any():
                 names.append(str(self.path_of(group, p)))
-                rule = bound.starting_rule
-                begin(rule, coeffs, p, storage, self.state[p], mask, moments=False)
+                begin(bound, coeffs, p, storage, self.state[p], mask, moments=False)
                 y.copy_(torch.where(mask, now, y))
         return names
 

@@ -108,7 +108,7 @@ def _unit(
             entries.append(entry)
             leaf = partial(lambda p, entry: Leaf(p, *state_in(rule, entry)), p, entry)
         elif p.requires_grad:  # it has had no gradient yet
-            leaf = partial(init_leaf, bound.starting_rule, p, group_storage(first))
+            leaf = partial(init_leaf, rule, bound.init_numbers, p, group_storage(first))
         else:
             continue
         unit.add(p, leaf, parts.get(p))

@@ -43,7 +43,7 @@ def prepare_without_memory(
     group, params, grads, batches = work
     bound, writes = optimizer.bound_of(group, params, group["capturable"]), list[Write]()
     rule, names = bound.rule, ("step", *bound.rule.running._fields)
-    how = bound.starting_rule, group_storage(group), group["capturable"]
+    how = bound, group_storage(group), group["capturable"]
     batches = batches or [WHOLE_BATCH] * len(params)
     paths = [optimizer.path_of(group, p) for p in params]
     for path, p, g in zip(paths, params, grads):

@@ -292,7 +292,7 @@ class PureStep:
         tree_state = cast(TreeState, state.optimizer)
         tree = pytree.tree_unflatten(params, params_spec)
         # The graph makes gradients like their parameters, so these are checked instead.
-        leaves = FlatTree.of(tree, tree, tree_state).check(optimizer.rule)
+        leaves = FlatTree.of(tree, tree, tree_state).check(optimizer)
         optimizer.warn(leaves)
         steps = TreeUpdate(optimizer, leaves, "kernels")
 

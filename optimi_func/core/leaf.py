@@ -21,6 +21,7 @@ from optimi_func.core.rule import (
     DecayKind,
     Leaf,
     Microbatch,
+    Numbers,
     Rates,
     Rule,
     Scalar,
@@ -373,12 +374,13 @@ def _add(
     return to(new, p.dtype), to(u - (new - p32), comp.dtype)
 
 
-def init_leaf(rule: Rule, p: Tensor, storage: Storage) -> Leaf:
-    """Return a leaf with fresh state."""
+def init_leaf(rule: Rule, numbers: Numbers, p: Tensor, storage: Storage) -> Leaf:
+    """Return a leaf with fresh state. See `Rule.init` for the numbers."""
     dtype = remainder_dtype(p, storage.param)
     comp = None if dtype is None else torch.zeros_like(p, dtype=dtype)
     x = as_real(p)
-    return Leaf(p, stored(p, rule.init(x, storage.moments or x.dtype)), comp)
+    state = rule.init(x, storage.moments or x.dtype, numbers)
+    return Leaf(p, stored(p, state), comp)
 
 
 def microbatch_scalars(

@@ -33,6 +33,8 @@ ParamStorage: TypeAlias = Literal["plain", "kahan", "kahan8", "exact", "stochast
 MomentStorage: TypeAlias = torch.dtype | Literal["8bit"]
 # Anything torch.utils._pytree can flatten.
 PyTree: TypeAlias = Any
+# The hyperparameters for `Rule.init`, by name.
+Numbers: TypeAlias = Mapping[str, Any] | None
 
 
 class Named(Protocol):
@@ -203,9 +205,11 @@ class Rule:
         name: Its name in errors, kernels and graphs.
         state: The State, a NamedTuple of tensors shaped like the parameter, except for
             `whole_fields`.
-        init: `(p, kept) -> State`: fresh tensors, none aliasing another. Moments are made
-            by `moment` and `second_moment`, in a dtype or in codes as `kept` says. Fields
-            that must not lose bits have a dtype of their own.
+        init: `(p, kept, numbers) -> State`: fresh tensors, none aliasing another. Moments
+            are made by `moment` and `second_moment`, in a dtype or in codes as `kept` says.
+            Fields that must not lose bits have a dtype of their own. `numbers` are the
+            hyperparameters by name, which first values and the shapes of `whole_fields` may
+            depend on. None stands for their defaults, where neither matters.
         coeffs: `(t, *, <numbers>) -> Coeffs`: all the scalar work of step t (1-based),
             for `t` an int (host, double precision) or a tensor (traced, float64 if the
             device has it). The keywords are the rule's own hyperparameters. A Python bool
@@ -249,7 +253,7 @@ class Rule:
 
     name: str
     state: type[Named]
-    init: Callable[[Tensor, MomentStorage], Named]
+    init: Callable[[Tensor, MomentStorage, Numbers], Named]
     coeffs: Callable[..., Any]
     direction: Callable[..., Direction]
     after: Callable[..., tuple[Tensor, Named]] | None = None
@@ -353,7 +357,7 @@ def along_gradient(g: Tensor, s: Named, c: object, *x: Tensor) -> Direction:
 gradient_rule = Rule(
     name="sgd",
     state=NoState,
-    init=lambda p, kept: NoState(),
+    init=lambda p, kept, numbers: NoState(),
     coeffs=lambda t: NoState(),
     direction=along_gradient,
     digest="along the gradient",

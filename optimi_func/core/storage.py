@@ -7,9 +7,9 @@ fields are decoded for it, and its results encoded.
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +21,7 @@ from optimi_func.core.pairs import as_real
 from optimi_func.core.rule import (
     Leaf,
     Named,
+    Numbers,
     ParamStorage,
     Rule,
     Scalar,
@@ -33,6 +34,7 @@ STORAGES: dict[str, Storage] = {
     "exact": Storage("exact", torch.float32),
 }
 _DEFAULT = Storage()
+T = TypeVar("T")
 
 
 def storage_of(
@@ -140,7 +142,8 @@ def keeps_codes(rule: Rule) -> bool:
     """Return True if any field of a rule's state can be kept in codes."""
     # On the meta device, which takes no memory, zeros_like imports sympy for half a second.
     device = "meta" if "sympy" in sys.modules else "cpu"
-    fields = rule.init(torch.empty(128, 64, dtype=torch.float32, device=device), "8bit")
+    p = torch.empty(128, 64, dtype=torch.float32, device=device)
+    fields = rule.init(p, "8bit", None)
     return not all(isinstance(field, Tensor) for field in fields)
 
 
@@ -245,40 +248,46 @@ def field_of(name: str) -> str:
     return name.removesuffix(_Q).removesuffix(_SCALE)
 
 
-# By `init`, the hyperparameters that it is called with, shape and dtype, because torch
-# takes 5 us for a tensor without memory.
-_known: "WeakKeyDictionary[object, dict[object, dict[str, torch.Size]]]" = (
-    WeakKeyDictionary()
-)
+# The results of `cached_init`, by `Rule.init`.
+_known: "WeakKeyDictionary[object, dict[object, Any]]" = WeakKeyDictionary()
 
 
-def own_shapes(rule: Rule, p: Tensor) -> dict[str, torch.Size]:
-    """Return the shapes of the rule's `whole_fields` for a parameter."""
-    if not rule.whole_fields:
-        return {}
-    if torch.compiler.is_compiling() or not all([type(n) is int for n in p.shape]):
-        return _own_shapes(rule, p)
-    init: Any = rule.init
-    numbers = init.keywords["numbers"] if isinstance(init, partial) else {}
-    if any([isinstance(x, Tensor) for x in tree_leaves(numbers)]):
-        return _own_shapes(rule, p)
-    shapes = _known.setdefault(getattr(init, "func", init), {})
-    key = p.shape, p.dtype, repr(numbers)
-    if (found := shapes.get(key)) is None:
-        if len(shapes) >= 256:
-            shapes.clear()
+def cached_init(rule: Rule, numbers: Numbers, make: Callable[[], T], *key: object) -> T:
+    """Return `make()`, a function that calls `rule.init` for a tensor without memory.
+
+    torch takes 5 to 100 us for a tensor without memory, so the result is cached by the
+    numbers and the key. It is not cached if a number is a tensor, whose value may change.
+    """
+    if numbers and any([isinstance(x, Tensor) for x in tree_leaves(numbers)]):
+        return make()
+    results = _known.setdefault(rule.init, {})
+    key = *key, repr(numbers)
+    if (found := results.get(key)) is None:
+        if len(results) >= 256:
+            results.clear()
         # Another thread may clear this before it is read again.
-        shapes[key] = found = _own_shapes(rule, p)
+        results[key] = found = make()
     return found
 
 
-def _own_shapes(rule: Rule, p: Tensor) -> dict[str, torch.Size]:
-    state = rule.init(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.dtype)
-    return {name: getattr(state, name).shape for name in rule.whole_fields}
+def own_shapes(rule: Rule, numbers: Numbers, p: Tensor) -> dict[str, torch.Size]:
+    """Return the shapes of the rule's `whole_fields` for a parameter."""
+    if not rule.whole_fields:
+        return {}
+
+    def make() -> dict[str, torch.Size]:
+        like = torch.empty(p.shape, dtype=p.dtype, device="meta")
+        state = rule.init(like, p.dtype, numbers)
+        return {name: getattr(state, name).shape for name in rule.whole_fields}
+
+    if torch.compiler.is_compiling() or not all([type(n) is int for n in p.shape]):
+        return make()
+    return cached_init(rule, numbers, make, p.shape, p.dtype)
 
 
 def check_entry(
     rule: Rule,
+    numbers: Numbers,
     root: str,
     path: object,
     p: Tensor,
@@ -288,12 +297,12 @@ def check_entry(
     """Raise if a value of an entry, which errors call root and path, does not fit p.
 
     TypeError for no tensor, or for codes and scales that were cast to another dtype, as
-    torch.optim's load_state_dict does. ValueError for another shape or device. any_device
-    is for entries that will be copied.
+    torch.optim's load_state_dict does. ValueError for another shape or device. `numbers`
+    are those of `Rule.init`, and any_device is for entries that will be copied.
     """
     if p.is_complex():
         p, entry = as_real(p), {name: as_real(x) for name, x in entry.items()}
-    shapes = dict.fromkeys(rule.counted, torch.Size()) | own_shapes(rule, p)
+    shapes = dict.fromkeys(rule.counted, torch.Size()) | own_shapes(rule, numbers, p)
     if seed_in(entry.get("kahan_comp")) is not None:
         shapes["kahan_comp"] = torch.Size()
     for name, x in entry.items():

@@ -317,7 +317,7 @@ def _example(key: KernelKey, count: int, length: int) -> list[Tensor]:
     """Return arguments of a kernel with `count` means, in rows if the key has rows."""
     if key.shape:
         p = torch.ones(key.shape, dtype=key.dtypes[0], device=key.device)
-        like = p, p, *key.rule.init(p, p.dtype), p
+        like = p, p, *key.rule.init(p, p.dtype, None), p
         size = key.statics.count(None)
         numbers = torch.ones(size, dtype=torch.float64, device=key.device)
         return [numbers, *[torch.ones_like(x, dtype=d) for x, d in zip(like, key.dtypes)]]

@@ -259,7 +259,7 @@ def _step(
             columns = columns._replace(into=list(map(_empty, columns.own)))
         results = columns.into
         if plan is None:
-            tree.check(optimizer.shaped_rule)
+            tree.check(optimizer)
             if plans == []:
                 retry()
         update = TreeUpdate(optimizer, tree, "kernels")
@@ -295,7 +295,7 @@ def _checked(
         )
     kinds = [set(map(type, map(f, tree.states))) for f in (_rule_state, _running)]
     if kinds != [{rule.state}, {rule.running}]:
-        tree.check(optimizer.shaped_rule)  # which raises, if they are not of subclasses
+        tree.check(optimizer)  # which raises, if they are not of subclasses
     return tree
 
 

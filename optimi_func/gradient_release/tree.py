@@ -39,7 +39,7 @@ class TreeOptimizer:
 
     @state.setter
     def state(self, state: TreeState) -> None:
-        FlatTree.of(self._params, self._params, state).check(self.optimizer.rule)
+        FlatTree.of(self._params, self._params, state).check(self.optimizer)
         self._state, self._step = state, None
 
     def update(
@@ -55,7 +55,7 @@ class TreeOptimizer:
         with kernel_context(params[0].device):
             if self._step is None:
                 tree = FlatTree.of(self._params, self._params, self._state)
-                tree.check(self.optimizer.shaped_rule)
+                tree.check(self.optimizer)
                 self._step = TreeUpdate(self.optimizer, tree, "auto")
             places = [self._places[p] for p in params]
             parts = self._step.update(places, grads, microbatches, write)

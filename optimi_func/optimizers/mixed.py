@@ -311,7 +311,7 @@ class Mixed(Evaluated):
         states: list[TreeState] = []
         for group, named in zip(self.param_groups, self.named_groups()):
             bound = self.bound_of(group)
-            entries = self._named_entries(named, bound.starting_rule)
+            entries = self._named_entries(named, bound)
             if entries:
                 pairs.append((Named(list(entries)), bound))
                 states.append(convert.as_tree(bound.rule, entries, self._first_param()))

@@ -31,6 +31,7 @@ from optimi_func.core.rule import (
     DecayKind,
     Leaf,
     Named,
+    Numbers,
     PyTree,
     Rates,
     Rule,
@@ -124,14 +125,14 @@ class FunctionalOptimizer(Kept):
         raise NotImplementedError
 
     @derived
-    def starting_rule(self) -> Rule:
-        """The rule, with an `init` that knows these hyperparameters."""
-        return self.rule
+    def init_numbers(self) -> Numbers:
+        """The hyperparameters for `Rule.init`, or None if it reads none."""
+        return None
 
     @property
-    def shaped_rule(self) -> Rule:
-        """The rule that states are checked by: `init` decides the shapes of some fields."""
-        return self.starting_rule if self.rule.whole_fields else self.rule
+    def shape_numbers(self) -> Numbers:
+        """`init_numbers` if shapes of fields may depend on them, else None."""
+        return self.init_numbers if self.rule.whole_fields else None
 
     @derived
     def decay(self) -> DecayKind:
@@ -358,7 +359,7 @@ class FunctionalOptimizer(Kept):
         # Not `mistakes`, which has a lock that a graph cannot enter.
         checks.warn(self.likely_mistakes() + checks.decay_mistakes(self.unscaled_decays))
         how = storage_of(storage, kahan_sum, state_dtype)
-        state = init_tree(self.starting_rule, params, how)
+        state = init_tree(self, params, how)
         tree = FlatTree.of(params, params, state)
         for name in ("lr", "weight_decay"):
             broadcast(name, getattr(self, name), tree)  # raises as each step would
@@ -388,9 +389,7 @@ class FunctionalOptimizer(Kept):
             ValueError: The trees differ in structure, or a gradient or a state does not fit
                 its parameter.
         """
-        return self._step(
-            FlatTree.of(params, grads, state).check(self.shaped_rule), rewrite
-        )
+        return self._step(FlatTree.of(params, grads, state).check(self), rewrite)
 
     def _step(
         self,
@@ -481,7 +480,7 @@ class FunctionalOptimizer(Kept):
             A tree with the structure, shapes and dtypes of `params`.
         """
         # No gradients are needed, so the parameters are checked in their place.
-        tree = FlatTree.of(params, params, state).check(self.shaped_rule)
+        tree = FlatTree.of(params, params, state).check(self)
         if self.rule.eval_point is None:
             return params
         scalars, at, _, cast = self._now(tree)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,16 @@ from torch.utils import _pytree as pytree
 from optimi_func.core.checks import TAKEN, check_grad, check_param, check_taken, shown, warn
 from optimi_func.core.leaf import init_leaf
 from optimi_func.core.math import scalar_dtype
-from optimi_func.core.rule import Named, NoRunning, NoState, PyTree, Rule, Scalar, Storage
+from optimi_func.core.rule import (
+    Named,
+    NoRunning,
+    NoState,
+    Numbers,
+    PyTree,
+    Rule,
+    Scalar,
+    Storage,
+)
 from optimi_func.core.storage import (
     check_entry,
     check_stored,
@@ -27,6 +36,9 @@ from optimi_func.core.storage import (
     seed_of,
 )
 from optimi_func.core.torch_private import is_unwatched, serializable, transform_level
+
+if TYPE_CHECKING:
+    from optimi_func.pure.functional import FunctionalOptimizer
 
 NO_RUNNING = NoRunning()
 # From the updates of all leaves and their parameters to the updates that are added.
@@ -173,19 +185,20 @@ class FlatTree(NamedTuple):
         states = match_tree("state", state.leaves, spec, params)
         return FlatTree(params, spec, tensors, flat_grads, states, state)
 
-    def check(self, rule: Rule) -> "FlatTree":
-        """Return the tree. Raise if a step of this rule could not use its tensors."""
+    def check(self, optimizer: "FunctionalOptimizer") -> "FlatTree":
+        """Return the tree. Raise if a step of the optimizer could not use its tensors."""
+        rule, numbers = optimizer.rule, optimizer.shape_numbers
         # Dynamo cannot trace it.
-        if not torch.compiler.is_compiling() and self._are_alike(rule):
+        if not torch.compiler.is_compiling() and self._are_alike(rule, numbers):
             return self._replace(alike=True)
         for i, (p, g, s) in enumerate(zip(self.leaves, self.grads, self.states)):
             path = path_of(self.params, i)
             check_param(path, p)
             check_grad(path, p, g)
-            _check_state(rule, path, p, s)
+            _check_state(rule, numbers, path, p, s)
         return self
 
-    def _are_alike(self, rule: Rule) -> bool:
+    def _are_alike(self, rule: Rule, numbers: Numbers) -> bool:
         """Return True if each gradient and state is stored as its parameter is."""
         states, count = self.states, len(rule.fields)
         if set(map(type, states)) != {LeafState}:
@@ -201,7 +214,7 @@ class FlatTree(NamedTuple):
             for column in grads, *[*zip(*rows)][:count]:
                 fits = fits and [*map(_kind, column)] == kinds
             for p, kind, row in zip(self.leaves, kinds, rows) if rule.whole_fields else ():
-                own = own_shapes(rule, p).values()
+                own = own_shapes(rule, numbers, p).values()
                 fits = fits and [*map(_kind, row[count:])] == [(x, *kind[1:]) for x in own]
             counts = [x.dim() for x in chain.from_iterable(running)]
         except AttributeError:  # of what is no tensor
@@ -282,7 +295,7 @@ def _are_like(rows: Iterable[object], kind: type[Named]) -> bool:
     return {getattr(x, "_fields", None) for x in rows} == {kind._fields}
 
 
-def _check_state(rule: Rule, path: object, p: Tensor, s: object) -> None:
+def _check_state(rule: Rule, numbers: Numbers, path: object, p: Tensor, s: object) -> None:
     if not isinstance(s, LeafState):
         raise TypeError(f"state.leaves{path} is {shown(s)}, which is not a LeafState")
     if not _are_like([s.rule_state], rule.state):
@@ -297,16 +310,19 @@ def _check_state(rule: Rule, path: object, p: Tensor, s: object) -> None:
             f"optimizer needs {rule.running._fields}: make it with its own init"
         )
     entry = {**entry_of(s.rule_state, s.kahan_comp), **s.running._asdict()}
-    check_entry(rule, "state.leaves", path, p, entry)
+    check_entry(rule, numbers, "state.leaves", path, p, entry)
 
 
-def init_tree(rule: Rule, params: PyTree, storage: Storage) -> TreeState:
+def init_tree(
+    optimizer: "FunctionalOptimizer", params: PyTree, storage: Storage
+) -> TreeState:
     """Return fresh state for a parameter tree."""
+    rule, numbers = optimizer.rule, optimizer.init_numbers
     tensors, spec = flatten_params(params)
     for i, p in enumerate(tensors):
         check_taken(rule, path_of(params, i), p)
     warn(check_stored([rule], storage, tensors))
-    leaves = [init_leaf(rule, p, storage) for p in tensors]
+    leaves = [init_leaf(rule, numbers, p, storage) for p in tensors]
     step = torch.zeros((), dtype=torch.float32, device=tensors[0].device)
     seeds = [seed_tensor(storage, p) for p in tensors]
     states = [

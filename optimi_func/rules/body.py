@@ -7,7 +7,7 @@ from abc import ABCMeta
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, InitVar, dataclass, field, make_dataclass, replace
-from functools import partial, wraps
+from functools import wraps
 from itertools import chain
 from typing import (
     TYPE_CHECKING,
@@ -37,6 +37,7 @@ from optimi_func.core.checks import bind_call, is_on, shown, value_of
 from optimi_func.core.philox import Noise
 from optimi_func.core.rule import (
     DecayKind,
+    Numbers,
     PyTree,
     Rates,
     Rule,
@@ -211,26 +212,22 @@ class OwnRule(FunctionalOptimizer):
             raise ValueError(f"{where}, but its {why}: allowed is the default")
 
     @derived
-    def starting_rule(self) -> Rule:
-        """The rule, with the class's `init` of these hyperparameters."""
+    def init_numbers(self) -> Numbers:
+        """The hyperparameters before the first step, or None if the class has no `init`."""
         if not hasattr(self.owner, "init"):
-            return self.rule
-        # torch.compile cannot trace `has_numbers`, and a trace stores no rule.
-        numbers, plain = (
-            self.numbers,
-            not torch.compiler.is_compiling() and self.has_numbers,
-        )
+            return None
+        # torch.compile cannot trace `has_numbers`, and a trace stores no numbers.
+        plain = not torch.compiler.is_compiling() and self.has_numbers
+        numbers = self.numbers
         if not self.owner._name:  # an own init may read rates that no other method reads
             rates: dict[str, Any] = {name: getattr(self, name) for name in RATES}
             numbers = rates | numbers
             plain = plain and PLAIN.issuperset(map(type, rates.values()))
         numbers = resolve_tree("a number", numbers, _double(0.0))
-        init: Any = self.rule.init
-        rule = replace(self.rule, init=partial(init, numbers=numbers))
-        # Each pure step checks its state by it. Tensors may belong to a transformation.
+        # Each pure step checks its state by them. Tensors may belong to a transformation.
         if plain:
-            self.__dict__["starting_rule"] = rule
-        return rule
+            self.__dict__["init_numbers"] = numbers
+        return numbers
 
     def with_lr(self, lr: float) -> Self:
         """Return the optimizer with another learning rate.
@@ -241,7 +238,7 @@ class OwnRule(FunctionalOptimizer):
             return replace(self, lr=lr)
         changed = super().with_lr(lr)
         if "lr" in self.numbers or not self.owner._name:  # init may read it
-            changed.__dict__.pop("starting_rule", None)
+            changed.__dict__.pop("init_numbers", None)
         return changed
 
     @property
@@ -298,7 +295,7 @@ class OwnRule(FunctionalOptimizer):
                 f"direction takes {sorted(self.rule.extras)} (extras are its arguments but "
                 "g, s, t, x, z, r and c)"
             )
-        tree = FlatTree.of(params, grads, state).check(self.shaped_rule)
+        tree = FlatTree.of(params, grads, state).check(self)
         if not self.rule.given:
             return self._step(tree, rewrite)
         leaf_extras: list[dict[str, Any]] = [{} for _ in tree.leaves]
@@ -708,8 +705,7 @@ def _init_function(value: type[OwnRule]) -> InitFunction:
         if not known.issuperset(options):
             bind_call(init.__name__, inspect.signature(init), (params,), options)  # raises
         shaping = {name: options.pop(name) for name in names if name in options}
-        rule = value(lr=0.0, **shaping).starting_rule
-        return init_tree(rule, params, storage_of(**options))
+        return init_tree(value(lr=0.0, **shaping), params, storage_of(**options))
 
     shown = inspect.signature(init)
     first, _ = shown.parameters.values()

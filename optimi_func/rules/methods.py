@@ -32,6 +32,7 @@ from optimi_func.core.rule import (
     Named,
     NoRunning,
     NoState,
+    Numbers,
     Rule,
     Scalar,
     Whole,
@@ -854,9 +855,7 @@ class Methods:
         cls, statics, usual, kind = self.cls, self.statics, self.defaults, self.kind
         where, makers, draws = f"{self.name}.init", self.makers, init_draws(cls)
 
-        def init(
-            p: Tensor, kept: MomentStorage, numbers: dict[str, object] | None = None
-        ) -> Named:
+        def init(p: Tensor, kept: MomentStorage, numbers: Numbers) -> Named:
             if not hasattr(cls, "init"):
                 return kind(*[_first(p, kept, make, None) for make in makers])
             try:
@@ -944,7 +943,7 @@ class Methods:
             try:
                 with torch.inference_mode(False):  # in which tensors have no version
                     d = torch.empty(p.shape, dtype=torch.float32, device="meta")
-                    state = init(d, d.dtype)
+                    state = init(d, d.dtype, None)
                     fields = [getattr(state, name) for name in tried.fields]
                     read = [d.clone() for _ in tried.reads]
                     before = [x._version for x in (d, *read, *fields)]

@@ -19,7 +19,6 @@ from optimi_func.core.checks import (
     warn_user,
 )
 from optimi_func.core.distributed import distribute_like, to_local
-from optimi_func.core.leaf import init_leaf
 from optimi_func.core.pairs import as_real
 from optimi_func.core.rule import Rule, Storage
 from optimi_func.core.storage import group_storage, own_names
@@ -167,7 +166,7 @@ class Checkpoints(Optimizer):
 
     def rule_of(self, group: Group) -> Rule:
         """Return a group's rule. Raise if a hyperparameter is out of range."""
-        return self.bound_of(group).starting_rule
+        return self.bound_of(group).rule
 
     def scheduled(self, group: Group) -> list[str]:
         """Return the hyperparameters of a group that are schedules."""
@@ -328,9 +327,8 @@ class Checkpoints(Optimizer):
                 stored.set_master(p, entry.get("kahan_comp"), state_dict[name])
                 if "step" in entry and entry["step"] == 0:
                     # Fields that begin as the parameter would be those of another one.
-                    rule = self.rule_of(self.group_of(p))
-                    fresh = init_leaf(rule, p.detach(), Storage("plain")).state
-                    for field, x in fresh._asdict().items():
+                    fresh = stored.plain_entry(self.bound_of(self.group_of(p)), p)
+                    for field, x in fresh.items():
                         if field in entry:
                             as_real(entry[field]).copy_(as_real(x))
         self._masters = {id(p): _written(p) for p in params.values()}
@@ -354,7 +352,7 @@ class Checkpoints(Optimizer):
         group  tensors  elements  parameters  moments  in codes    bytes    each
             0        2    16,512     float32  float32     0.0 %  198,144  12.000
         """
-        return describe(self.state, self.param_groups, self.rule_of)
+        return describe(self.state, self.param_groups, self.bound_of)
 
     def load_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -528,22 +526,18 @@ class Checkpoints(Optimizer):
             if "train_mode" in mine:
                 group["train_mode"] = options.get("train_mode", True)
             groups.append(group)
-            rule, storage, capturable = (
-                bound.starting_rule,
-                group_storage(mine),
-                mine["capturable"],
-            )
+            storage, capturable = group_storage(mine), mine["capturable"]
             names = group.get("param_names", places)
-            load = stored.loading(rule, capturable, storage, keep_dtypes)
+            load = stored.loading(bound, capturable, storage, keep_dtypes)
             for name, p, saved in zip(names, mine["params"], entries):
                 if self._lacks_rest(p, saved):
                     if not keep_dtypes and self._masters.get(id(p)) == _written(p):
-                        saved = stored.with_rest(rule, p, saved, self.state[p])
+                        saved = stored.with_rest(bound, p, saved, self.state[p])
                     elif any(map(bool, map(Tensor.any, to_local([self.state[p][REST]])))):
                         lost.append(name)
                 if saved is not None:
                     made[p] = load(name, p, saved)
-                    if stored.lacks_moments(rule, p, storage, made[p]):
+                    if stored.lacks_moments(bound.rule, p, storage, made[p]):
                         empty.append(name)
         warn(_left_at_zero(empty))
         if lost:
@@ -563,13 +557,13 @@ class Checkpoints(Optimizer):
         lacks = saved is None or (isinstance(saved, dict) and saved.get(REST) is None)
         return lacks and isinstance(self.state.get(p, {}).get(REST), Tensor)
 
-    def _named_entries(self, named: Group, rule: Rule) -> dict[str, Entry]:
+    def _named_entries(self, named: Group, bound: FunctionalOptimizer) -> dict[str, Entry]:
         """Return the complete entries, by name, of parameters that have or get state.
 
         `named` is one of `named_groups`.
         """
         storage, entries = group_storage(named), dict[str, Entry]()
-        how = rule, storage, named["capturable"]
+        how = bound, storage, named["capturable"]
         for name, p in named_params(named):
             if "step" in self.state.get(p, {}) or p.requires_grad:
                 entry = ensure_state(self.state, {}, f"[{name!r}]", p, *how)
@@ -605,11 +599,12 @@ class Checkpoints(Optimizer):
         made: dict[Tensor, Entry] = {}
         for name, entry in entries.items():
             group, p = home[name]
-            rule, storage = self.rule_of(group), group_storage(group)
-            entry = convert.checked(rule, "state.leaves", name, p, entry)
-            plain = not (storage.coded or stored.has_codes(rule, entry))
+            bound, storage = self.bound_of(group), group_storage(group)
+            entry = convert.checked(bound, "state.leaves", name, p, entry)
+            plain = not (storage.coded or stored.has_codes(bound.rule, entry))
             with torch.no_grad():
-                made[p] = stored.owned(rule, p, group["capturable"], storage, entry, plain)
+                capturable = group["capturable"]
+                made[p] = stored.fit(bound, p, entry, storage, capturable, plain, copy=True)
         return made, [(home[name][1], x) for name, x in params.items()]
 
     def functional(self) -> tuple[FunctionalOptimizer, TreeState]:
@@ -643,7 +638,7 @@ class Checkpoints(Optimizer):
         entries: list[dict[str, dict[str, object]]] = []
         for group, named in zip(self.param_groups, self.named_groups()):
             bounds.append(self.bound_of(group))
-            entries.append(self._named_entries(named, bounds[-1].starting_rule))
+            entries.append(self._named_entries(named, bounds[-1]))
         optimizer = convert.common(bounds, list(map(list, entries)))
         merged = {name: entry for part in entries for name, entry in part.items()}
         return optimizer, convert.as_tree(optimizer.rule, merged, self._first_param())

@@ -488,12 +488,14 @@ def _fields() -> set[str]:
     return {*chain(*own)} - {"z"}  # which the wrapper of Schedule-Free's authors adds
 
 
-def checked(rule: Rule, root: str, name: object, p: Tensor, saved: Entry) -> Entry:
+def checked(
+    bound: FunctionalOptimizer, root: str, name: object, p: Tensor, saved: Entry
+) -> Entry:
     """Return a saved entry with numbers as tensors and no None. Others' values stay.
 
     Raises if the rule cannot use it. In errors it is `root[name]`.
     """
-    path = f"[{name!r}]"
+    rule, path = bound.rule, f"[{name!r}]"
     if not isinstance(saved, dict):
         raise ValueError(f"{root}{path} is {saved!r}: allowed is a dict")
     names = storage.own_names(rule)
@@ -505,7 +507,8 @@ def checked(rule: Rule, root: str, name: object, p: Tensor, saved: Entry) -> Ent
     before = saved.get(TRAIN_PARAM) if rule.eval_point is not None else None
     entry.update(storage.as_counts(root, path, rule.counted, entry))
     every = entry if before is None else {**entry, TRAIN_PARAM: before}
-    storage.check_entry(rule, root, path, p, every, any_device=True)
+    numbers = bound.shape_numbers
+    storage.check_entry(rule, numbers, root, path, p, every, any_device=True)
     for key, x in every.items():
         number = x.is_floating_point() or (x.is_complex() and p.is_complex())
         odd = x.is_meta or x.layout != torch.strided

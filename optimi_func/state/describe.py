@@ -9,8 +9,8 @@ from torch import Tensor
 from optimi_func.core.distributed import to_local
 from optimi_func.core.lists import table
 from optimi_func.core.math import iterated_in
-from optimi_func.core.rule import Rule
 from optimi_func.core.storage import entry_of, group_storage, names_in, seed_of
+from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.convert import Entry, Group
 from optimi_func.state.stored import fresh_like
 
@@ -18,15 +18,17 @@ _HEAD = tuple("group,tensors,elements,parameters,moments,in codes,bytes,each".sp
 
 
 def describe(
-    states: Mapping[Tensor, Entry], groups: list[Group], rule_of: Callable[[Group], Rule]
+    states: Mapping[Tensor, Entry],
+    groups: list[Group],
+    bound_of: Callable[[Group], FunctionalOptimizer],
 ) -> str:
     """Return the table of storage and bytes, and the dtypes of iterations over matrices."""
     rows: list[tuple[str, ...]] = []
     totals = [0, 0, 0, 0]
     for i, group in enumerate(groups):
-        rule = rule_of(group)
+        bound = bound_of(group)
         params: list[Tensor] = group["params"]
-        found = [_kept(rule, group, p, states.get(p, {})) for p in params]
+        found = [_kept(bound, group, p, states.get(p, {})) for p in params]
         counts = [len(params), *map(sum, zip(*[x[2:] for x in found]))]
         counts += [0] * (4 - len(counts))
         totals = [a + b for a, b in zip(totals, counts)]
@@ -58,14 +60,14 @@ def listed(groups: list[Group]) -> str:
 
 
 def _kept(
-    rule: Rule, group: Group, p: Tensor, state: Entry
+    bound: FunctionalOptimizer, group: Group, p: Tensor, state: Entry
 ) -> tuple[str, str, int, int, int]:
     """Return the storage of p and of its moments, and local elements, coded ones, bytes."""
-    names = names_in(rule.state._fields, state)
+    names = names_in(bound.rule.state._fields, state)
     entry = {name: state[name] for name in names if isinstance(state[name], Tensor)}
     (part,) = to_local([p])
     if not entry and p.requires_grad:
-        leaf = fresh_like(rule, p, group_storage(group))
+        leaf = fresh_like(bound.rule, bound.shape_numbers, p, group_storage(group))
         entry = entry_of(leaf.state, leaf.comp)
     local = dict(zip(entry, to_local(list(entry.values()))))
     comp = local.get("kahan_comp")

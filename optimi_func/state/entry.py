@@ -16,24 +16,13 @@ from optimi_func.core.checks import (
     is_expanded,
     stuck_betas,
 )
-from optimi_func.core.codes import alike, recast_remainder, remainder_dtype
 from optimi_func.core.distributed import check_placed, same_placements, to_local
-from optimi_func.core.leaf import init_leaf
 from optimi_func.core.rule import Rule, Storage
-from optimi_func.core.storage import (
-    as_counts,
-    check_entry,
-    entry_of,
-    field_of,
-    group_storage,
-    missing_fields,
-    own_names,
-)
+from optimi_func.core.storage import as_counts, check_entry, group_storage, own_names
 from optimi_func.core.torch_private import in_distributed_checkpoint
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import running_tensors
 from optimi_func.state.convert import Entry, Group
-from optimi_func.state.stored import fresh_like, restored
+from optimi_func.state.stored import fit
 
 
 def ensure_state(
@@ -41,7 +30,7 @@ def ensure_state(
     made: dict[Tensor, Entry],
     path: object,
     p: Tensor,
-    rule: Rule,
+    bound: FunctionalOptimizer,
     storage: Storage,
     capturable: bool,
 ) -> Entry:
@@ -52,76 +41,23 @@ def ensure_state(
     """
     if p in made:
         return made[p]
+    rule = bound.rule
     check_param(path, p)
     check_taken(rule, path, p)
     check_placed(path, p)
     check_writable(path, *to_local([p]))
-    device = p.device if capturable else torch.device("cpu")
-    if not (state := states.get(p, {})):
-        made[p] = _fresh(rule, p, storage, device)
-        return made[p]
-    counted = rule.counted
-    names = [k for k in own_names(rule) if k in state]
-    entry = {k: state[k] for k in names if k in counted or state[k] is not None}
-    counts = as_counts("state", path, counted, entry)
-    entry.update(counts)
-    check_entry(rule, "state", path, p, entry)
-    _check_in_place(rule, path, p, entry)
-    fields = rule.state._fields
-    missing = missing_fields(rule, state)
-    converted = _fields_to_convert(rule, storage, p, state, missing)
-    dtype = remainder_dtype(p, storage.param)
-    comp = state.get("kahan_comp")
-    # A compensation of any floating dtype can be used as it is.
-    recast = comp is not None and dtype is not None and not alike(comp.dtype, dtype)
-    moved = [k for k in counted if k in state and state[k].device != device]
-    compensated = comp is None if dtype is None else comp is not None and not recast
-    uncounted = [k for k in counted if k not in state]
-    if counts or uncounted or missing or moved or converted or not compensated:
-        state = {**state, **counts}
-        state.update((name, state[name].to(device)) for name in moved)
-        leaf = init_leaf(rule, p, storage)
-        fresh = entry_of(leaf.state, leaf.comp)
-        if "step" not in state or (missing and len(missing) == len(fields)):
-            # Restart if momentum is turned on later: its first step initializes the buffer.
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        running = running_tensors(rule.running(), device)
-        state.update((k, x) for k, x in running._asdict().items() if k not in state)
-        state.update({k: x for k, x in fresh.items() if field_of(k) in missing})
-        for name in converted:
-            state = restored(rule, p, state, name, getattr(leaf.state, name))
-        if dtype is None:
-            state.pop("kahan_comp", None)
-        elif comp is None:
-            state["kahan_comp"] = fresh["kahan_comp"]
-        elif recast:
-            state["kahan_comp"] = recast_remainder(p, comp, dtype)
-    made[p] = state
-    return state
-
-
-def _fresh(rule: Rule, p: Tensor, storage: Storage, device: torch.device) -> Entry:
-    """Return the entry of a parameter that has not stepped."""
-    leaf = init_leaf(rule, p, storage)
-    running = running_tensors(rule.running(), device)._asdict()
-    step = torch.zeros((), dtype=torch.float32, device=device)
-    return {"step": step, **running, **entry_of(leaf.state, leaf.comp)}
-
-
-def _fields_to_convert(
-    rule: Rule, storage: Storage, p: Tensor, state: Entry, missing: list[str]
-) -> list[str]:
-    """Return the fields that are in codes and should not be, or the other way round."""
-    names = [name for name in rule.state._fields if name not in missing]
-    coded = [name for name in names if state.get(name) is None]
-    if not names or not (storage.coded or coded):
-        return []
-    fresh = fresh_like(rule, p, storage).state
-    return [
-        name
-        for name in names
-        if (name in coded) == isinstance(getattr(fresh, name), Tensor)
-    ]
+    state, names, counted = states.get(p, {}), own_names(rule), rule.counted
+    own = {k: state[k] for k in names if k in state}
+    entry = {k: x for k, x in own.items() if k in counted or x is not None}
+    if entry:
+        entry.update(as_counts("state", path, counted, entry))
+        check_entry(rule, bound.shape_numbers, "state", path, p, entry)
+        _check_in_place(rule, path, p, entry)
+    others = {k: x for k, x in state.items() if k not in own}
+    # Moments and compensations of any floating dtype can be used as they are.
+    fitted = fit(bound, p, entry, storage, capturable, keep_dtypes=True, copy=False)
+    made[p] = {**fitted, **others}
+    return made[p]
 
 
 def _check_in_place(rule: Rule, path: object, p: Tensor, entry: Entry) -> None:

@@ -1,7 +1,7 @@
 """Convert entries between storages: other dtypes, 8-bit codes, other compensations."""
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -20,12 +20,15 @@ from optimi_func.core.distributed import (
     whole,
 )
 from optimi_func.core.leaf import init_leaf, leaf_dtype
+from optimi_func.core.math import scalar_dtype
 from optimi_func.core.pairs import as_real, stored
-from optimi_func.core.rule import Leaf, Rule, Storage
+from optimi_func.core.rule import Leaf, Numbers, Rule, Storage
 from optimi_func.core.storage import (
+    cached_init,
     decode,
     entry_of,
     field_of,
+    missing_fields,
     names_in,
     own_names,
     state_in,
@@ -33,76 +36,112 @@ from optimi_func.core.storage import (
 from optimi_func.core.torch_private import FACTS, is_plain, is_unwatched, transform_level
 from optimi_func.pure.casts import called
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import running_tensors
+from optimi_func.pure.tree import tensor_of
 from optimi_func.state.convert import TRAIN_PARAM, Entry, checked
 
 # Fields without which moments are in other coordinates.
 _TURNED = frozenset(("bases", "factors"))
 
 
-def owned(
-    rule: Rule,
+def fit(
+    bound: FunctionalOptimizer,
     p: Tensor,
-    capturable: bool,
-    storage: Storage,
     entry: Entry,
+    storage: Storage,
+    capturable: bool,
     keep_dtypes: bool,
+    copy: bool,
 ) -> Entry:
-    """Copy an entry that is `checked` to p's device and memory order, in a storage.
+    """Return the tensors of a parameter's entry, completed and converted to a storage.
 
-    keep_dtypes keeps the dtypes of the entry instead of those of fresh state. capturable
-    puts the step count and running scalars on p's device.
+    Fields, counts and a compensation that the entry lacks get their first values. The
+    compensation is left out if the storage has none.
+
+    Args:
+        bound: The pure optimizer of the parameter's group.
+        p: The parameter.
+        entry: The entry of p, after `check_entry`. Values of other code are left out. The
+            entry of a parameter that has not stepped is empty.
+        storage: The storage of the parameter's group.
+        capturable: Put the step count and the running scalars on p's device instead of the
+            CPU.
+        keep_dtypes: Keep the floating dtypes of the entry instead of converting to those
+            of fresh state. Moments are still converted to 8-bit codes and back.
+        copy: Copy every tensor to p's device and memory order. If False, the result shares
+            all tensors that need no conversion with the entry.
     """
-    if keep_dtypes and (storage.coded or has_codes(rule, entry)):
-        raise ValueError(
-            f"keep_dtypes=True with storage={storage} and a state that holds "
-            f"{sorted(entry)}: codes are not cast. Leave it out, and the state is "
-            "converted to the optimizer's storage"
-        )
+    rule = bound.rule
+    if missing := missing_fields(rule, entry):
+        leaf = init_leaf(rule, bound.init_numbers, p, storage)
+        fresh = entry_of(leaf.state, None)
+        entry = entry | {k: x for k, x in fresh.items() if field_of(k) in missing}
+        if len(missing) == len(rule.state._fields):
+            # Restart if momentum is turned on later: its first step initializes the buffer.
+            entry.pop("step", None)
+    device = p.device if capturable else torch.device("cpu")
     result: Entry = {}
-    if "step" in entry:
-        device = p.device if capturable else "cpu"
-        result["step"] = entry["step"].detach().to(device, torch.float32, copy=True)
-        running = rule.running(*[entry[name].detach() for name in rule.running._fields])
-        result.update(running_tensors(running, torch.device(device))._asdict())
-        state, comp = state_in(rule, entry)
-        fresh = fresh_like(rule, p, storage)
-        pairs = zip(state, fresh.state)
-        new_state = rule.state(*[_kept(p, old, like, keep_dtypes) for old, like in pairs])
-        dtype = None if fresh.comp is None else fresh.comp.dtype
+    for name, first in {"step": 0.0, **rule.running()._asdict()}.items():
+        dtype = torch.float32 if name == "step" else scalar_dtype(device)
+        if copy or name not in entry:
+            x = entry[name].detach() if name in entry else first
+            result[name] = tensor_of(x, dtype, device)
+        else:
+            result[name] = entry[name].to(device)
+    moments = {name: entry[name] for name in names_in(rule.state._fields, entry)}
+    comp = moments.pop("kahan_comp", None)
+    if copy or storage.coded or has_codes(rule, moments):
+        state, _ = state_in(rule, moments)
+        pairs = zip(state, fresh_like(rule, bound.shape_numbers, p, storage).state)
+        fields = [_fit_field(p, *pair, keep_dtypes, copy) for pair in pairs]
+        moments = entry_of(rule.state(*fields), None)
+    result.update(moments)
+    if (dtype := codes.remainder_dtype(p, storage.param)) is None:
+        return result
+    if comp is None:
         # Without it, `load_master_state_dict` would have no place for the rest.
-        new_comp = None if dtype is None else torch.zeros_like(p, dtype=dtype)
-        if comp is not None and dtype is not None:
-            before = _compensated(rule, p, entry)
-            new_comp = _laid_out(before, comp, comp.dtype)
-            if not codes.alike(comp.dtype, dtype):
-                new_comp = codes.recast_remainder(before, new_comp, dtype)
-            elif not keep_dtypes:
-                new_comp = new_comp.to(dtype)
-        result.update(entry_of(new_state, new_comp))
-    names = own_names(rule)
-    for name, x in entry.items():
-        if name not in names:
-            result[name] = pytree.tree_map_only(Tensor, partial(_copied, p), x)
-    return result
+        comp = torch.zeros_like(p, dtype=dtype)
+    else:
+        weight = _compensated(rule, p, entry)
+        comp = _laid_out(weight, comp, comp.dtype) if copy else comp
+        if not codes.alike(comp.dtype, dtype):
+            comp = codes.recast_remainder(weight, comp, dtype)
+        elif not keep_dtypes:
+            comp = comp.to(dtype)
+    return {**result, "kahan_comp": comp}
 
 
 def loading(
-    rule: Rule, capturable: bool, storage: Storage, keep_dtypes: bool
+    bound: FunctionalOptimizer, capturable: bool, storage: Storage, keep_dtypes: bool
 ) -> Callable[[object, Tensor, Entry], Entry]:
-    """Return a function of a name, a parameter and its saved entry: `checked` and `owned`.
+    """Return a function that checks, converts and copies a saved entry.
 
-    What these do follows from facts, but for the check of the step count. If they copied
-    an entry as it was, others with the same facts are copied at once.
+    The function takes the parameter's name, the parameter and its saved entry, which may
+    contain tensors of other code. `keep_dtypes` and `capturable` are those of `fit`.
+
+    Except for the check of the step count, the result depends only on the `_facts` of the
+    entry. If an entry was copied without a conversion, entries with the same facts are
+    copied without checks.
     """
-    known = set[object]()
+    rule, known = bound.rule, set[object]()
 
     def load(name: object, p: Tensor, saved: Entry) -> Entry:
         kind = _facts(p, saved)
         if kind in known and saved["step"].item() >= 0.0:
             return {key: x.detach().clone() for key, x in saved.items()}
-        entry = checked(rule, "state", name, p, saved)
-        entry = owned(rule, p, capturable, storage, entry, keep_dtypes)
+        entry = checked(bound, "state", name, p, saved)
+        if keep_dtypes and (storage.coded or has_codes(rule, entry)):
+            raise ValueError(
+                f"keep_dtypes=True with storage={storage} and a state that holds "
+                f"{sorted(entry)}: codes are not cast. Leave it out, and the state is "
+                "converted to the optimizer's storage"
+            )
+        others = {key: x for key, x in entry.items() if key not in own_names(rule)}
+        copies = pytree.tree_map_only(Tensor, partial(_copied, p), others)
+        if "step" in entry:
+            entry = fit(bound, p, entry, storage, capturable, keep_dtypes, copy=True)
+            entry.update(copies)
+        else:
+            entry = copies  # the parameter has not stepped
         if kind is not None and kind == _facts(p, entry):
             known.add(kind)
         return entry
@@ -126,28 +165,21 @@ def _facts(p: Tensor, entry: Entry) -> object:
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 
-def fresh_like(rule: Rule, p: Tensor, storage: Storage) -> Leaf:
+def fresh_like(rule: Rule, numbers: Numbers, p: Tensor, storage: Storage) -> Leaf:
     """Return a leaf with fresh state without memory, which is not written to."""
     odd = not is_plain(p) or p.layout != torch.strided
     if odd or any_torch_dispatch_mode_on_stack():
         # `empty_like` is dense, and state in codes is only for parameters that are.
         dense = p.layout != torch.strided or codes.is_dense(p)
         like = torch.empty_like(p, device="meta") if dense else p.detach()
-        return init_leaf(rule, like, storage)
-    return _fresh_like(rule, tuple(p.shape), p.stride(), p.dtype, storage)
+        return init_leaf(rule, numbers, like, storage)
+    shape, stride, dtype = tuple(p.shape), p.stride(), p.dtype
 
+    def make() -> Leaf:
+        like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return init_leaf(rule, numbers, like, storage)
 
-# torch takes 0.1 ms a tensor without memory, and models have many of one shape.
-@lru_cache(256)
-def _fresh_like(
-    rule: Rule,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
-    storage: Storage,
-) -> Leaf:
-    p = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    return init_leaf(rule, p, storage)
+    return cached_init(rule, numbers, make, shape, stride, dtype, storage)
 
 
 def has_codes(rule: Rule, entry: Entry) -> bool:
@@ -157,11 +189,13 @@ def has_codes(rule: Rule, entry: Entry) -> bool:
     return not all(x.is_floating_point() or x.is_complex() for x in kinds)
 
 
-def _kept(p: Tensor, field: Any, like: Any, keep_dtypes: bool) -> object:
-    """Copy a field of a state to the dtype or the codes of `like`, in p's memory order."""
+def _fit_field(p: Tensor, field: Any, like: Any, keep_dtypes: bool, copy: bool) -> object:
+    """Convert a field of a state to the dtype or the codes of `like`: see `fit`."""
+    if not copy and isinstance(field, Tensor) == isinstance(like, Tensor):
+        return field
     if p.is_complex():
         field, like = pytree.tree_map(as_real, (field, like))
-        return stored(p, _kept(as_real(p.detach()), field, like, keep_dtypes))
+        return stored(p, _fit_field(as_real(p.detach()), field, like, keep_dtypes, copy))
     if isinstance(field, Tensor):
         x = field
     else:
@@ -187,14 +221,6 @@ def _kept(p: Tensor, field: Any, like: Any, keep_dtypes: bool) -> object:
     for target, new in zip(locals_, type(fresh)(*locals_).encode(part, codes.NEAREST)):
         target.copy_(new)
     return fresh
-
-
-def restored(rule: Rule, p: Tensor, entry: Entry, name: str, like: object) -> Entry:
-    """Return an entry with one field converted to the dtype or the codes of `like`."""
-    state, comp = state_in(rule, entry)
-    field = _kept(p, getattr(state, name), like, False)
-    rest = {k: x for k, x in entry.items() if field_of(k) != name}
-    return {**rest, **entry_of(state._replace(**{name: field}), comp)}
 
 
 def _compensated(rule: Rule, p: Tensor, entry: Entry) -> Tensor:
@@ -282,15 +308,16 @@ def _codecs(rule: Rule, p: Tensor, storage: Storage) -> dict[str, codes.Codes]:
     if not storage.coded or not codes.has_groups(as_real(p.detach())):
         return {}
     like = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
-    fresh = fresh_like(rule, like, storage).state
+    # No hyperparameter decides which fields are in codes.
+    fresh = fresh_like(rule, None, like, storage).state
     return {k: x for k, x in fresh._asdict().items() if isinstance(x, codes.Codes)}
 
 
 def fitting(bound: FunctionalOptimizer, p: Tensor, saved: Entry) -> tuple[Entry, list[str]]:
     """Return an entry with what fits of another rule's, and the fields that are taken."""
-    rule = bound.starting_rule
+    rule = bound.rule
     entry = decoded(rule, p, {k: x for k, x in saved.items() if x is not None})
-    fresh = entry_of(init_leaf(rule, p.detach(), Storage("plain")).state, None)
+    fresh = plain_entry(bound, p)
     names = [
         name
         for name, x in fresh.items()
@@ -305,17 +332,25 @@ def fitting(bound: FunctionalOptimizer, p: Tensor, saved: Entry) -> tuple[Entry,
         entry = {"step": entry.get("step", 0.0), **entry} if names else entry
     comp = {"kahan_comp": entry["kahan_comp"]} if "kahan_comp" in entry else {}
     if not names:
-        return with_rest(rule, p, None, comp) if comp else {}, []
+        return with_rest(bound, p, None, comp) if comp else {}, []
     values = {name: entry[name] for name in (*names, *rule.counted)}
     return {**fresh, **comp, **values}, names
 
 
-def with_rest(rule: Rule, p: Tensor, saved: Entry | None, current: Entry) -> Entry:
+def with_rest(
+    bound: FunctionalOptimizer, p: Tensor, saved: Entry | None, current: Entry
+) -> Entry:
     """Return a saved entry, or that of a parameter without steps, with a compensation."""
     if not saved:
-        fresh = entry_of(init_leaf(rule, p.detach(), Storage("plain")).state, None)
-        saved = {**fresh, **rule.running()._asdict(), "step": 0.0}
+        running = bound.rule.running()._asdict()
+        saved = {**plain_entry(bound, p), **running, "step": 0.0}
     return {**saved, "kahan_comp": current["kahan_comp"]}
+
+
+def plain_entry(bound: FunctionalOptimizer, p: Tensor) -> Entry:
+    """Return fresh state for a parameter as an entry, without codes and compensation."""
+    leaf = init_leaf(bound.rule, bound.init_numbers, p.detach(), Storage("plain"))
+    return entry_of(leaf.state, None)
 
 
 def _is_steady(bound: FunctionalOptimizer) -> bool:
@@ -398,7 +433,7 @@ def mask_like(p: Tensor, rows: Tensor) -> Tensor:
 
 
 def begin(
-    rule: Rule,
+    bound: FunctionalOptimizer,
     coeffs: object,
     p: Tensor,
     storage: Storage,
@@ -414,7 +449,8 @@ def begin(
     such as z. `coeffs` are those of a first step.
     """
     p, entry = as_real(p.detach()), {name: as_real(x) for name, x in entry.items()}
-    leaf = leaf_to_local(init_leaf(rule, p, storage))
+    rule = bound.rule
+    leaf = leaf_to_local(init_leaf(rule, bound.init_numbers, p, storage))
     new, following = entry_of(leaf.state, leaf.comp), ["kahan_comp"]
     told = rule.measure or rule.after_means or rule.extras  # which are of a step
     if mask is not None and rule.after is not None and not told:

@@ -34,11 +34,11 @@ def test_values_that_another_thread_drops_are_returned(monkeypatch: Any) -> None
 
 
 def test_shapes_that_another_thread_drops_are_returned(monkeypatch: Any) -> None:
-    rule = adafactor(lr=0.1).rule
+    optimizer = adafactor(lr=0.1)
+    rule, numbers = optimizer.rule, optimizer.init_numbers
     monkeypatch.setattr(storage, "_known", {rule.init: Emptied()})
-    assert rule.whole_fields and {*storage.own_shapes(rule, torch.ones(3, 2))} == {
-        *rule.whole_fields
-    }
+    shapes = storage.own_shapes(rule, numbers, torch.ones(3, 2))
+    assert rule.whole_fields and {*shapes} == {*rule.whole_fields}
 
 
 def test_threads_that_trace_at_a_time_get_one_rule(monkeypatch: Any) -> None:

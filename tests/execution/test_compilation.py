@@ -165,7 +165,7 @@ def code_of(name: str, dtype: torch.dtype) -> list[str]:
     """The generated code of a leaf's kernels, compiled as the package compiles them."""
     optimizer = fresh(name, lr=0.1)
     p = torch.ones(4, dtype=dtype)
-    leaf = init_leaf(optimizer.rule, p, Storage())
+    leaf = init_leaf(optimizer.rule, optimizer.init_numbers, p, Storage())
     coeffs, _ = optimizer.advance(1, optimizer.rule.running())
     numbers = Packed(Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0)))
     dtypes = (dtype, *(x.dtype for x in flat_leaf(leaf)))

@@ -211,7 +211,8 @@ class Coeffs(NamedTuple):
     ahead: Scalar
 
 
-def init(p: Tensor, kept: Any) -> State:
+def init(p: Tensor, kept: Any, numbers: object) -> State:
+    del numbers
     return State(moment(p, kept))
 
 

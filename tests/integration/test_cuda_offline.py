@@ -72,7 +72,8 @@ def leaves(case: str, n: int) -> tuple[Leaf, Tensor]:
     optimizer, dtype, storage = CASES[case]
     own = torch.Generator().manual_seed(n)
     p = torch.randn(n, generator=own).to(dtype)
-    leaf = init_leaf(optimizer.rule, p, storage_of(storage, None, None))
+    numbers, stored_as = optimizer.init_numbers, storage_of(storage, None, None)
+    leaf = init_leaf(optimizer.rule, numbers, p, stored_as)
     for t in range(1, T):
         g = torch.randn(n, generator=own).to(dtype)
         now = scalars(case, t)

@@ -24,7 +24,6 @@ import optimi_func
 from optimi_func import population, schedules, transforms
 from optimi_func.core import program, storage
 from optimi_func.execution import codecs, guards, kernels
-from optimi_func.state import stored
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:eps=", "ignore:weight_decay=", "ignore:max_lr=", "ignore:.*hardly moves"
@@ -114,7 +113,6 @@ def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "_known", type(storage._known)())
     monkeypatch.setattr(codecs, "_exact", {})
     guards._guards_work.cache_clear()
-    stored._fresh_like.cache_clear()
 
 
 def params(name: str = "adamw", dtype: torch.dtype = F32) -> list[Tensor]:

@@ -25,7 +25,7 @@ def operations(name: str, dtype: torch.dtype = torch.float32, t: int = 6, **opti
     optimizer = getattr(optimi_func, name)(lr=0.1, **options)
     rule = optimizer.rule
     p = torch.ones(2, dtype=dtype)
-    leaf = init_leaf(rule, p, Storage())
+    leaf = init_leaf(rule, optimizer.init_numbers, p, Storage())
     coeffs, _ = optimizer.advance(t, rule.running())
     scalars = Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0))
     numbers = Packed(scalars)

@@ -207,6 +207,22 @@ def test_trees_of_a_shape_that_a_number_decides() -> None:
         other.step(params, grads, state)
 
 
+def test_gradient_release_accepts_a_state_of_such_a_shape() -> None:
+    value, model = Ranked.pure(lr=0.1, rank=1.0), nn.Linear(4, 3, bias=False)
+    state = value.init(dict(model.named_parameters()))
+    with prepare_for_gradient_release(model, value) as handle:
+        handle.state = state
+        assert handle.state is state
+
+
+@pytest.mark.full
+def test_a_compiled_training_step_accepts_a_state_of_such_a_shape() -> None:
+    value, model = Ranked.pure(lr=0.1, rank=1.0), nn.Linear(4, 3, bias=False)
+    step = compiled.train_step(model, lambda output, batch: output.sum(), value)
+    state, _ = step(step.init(), torch.ones(2, 4))
+    assert torch.equal(state.optimizer.leaves["weight"].q, torch.ones(1, 4))
+
+
 @pytest.mark.full
 def test_compiled_steps_of_such_trees() -> None:
     value = Ranked.pure(lr=0.1, rank=1.0)

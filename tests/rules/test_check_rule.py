@@ -45,7 +45,8 @@ class Coeffs(NamedTuple):
     debias: Scalar
 
 
-def init(p: Tensor, kept: Any) -> State:
+def init(p: Tensor, kept: Any, numbers: object) -> State:
+    del numbers
     return State(moment(p, kept), second_moment(p, kept))
 
 

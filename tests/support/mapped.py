@@ -22,7 +22,8 @@ class Coeffs(NamedTuple):
     beta: Scalar
 
 
-def init(p: Tensor, kept: MomentStorage) -> State:
+def init(p: Tensor, kept: MomentStorage, numbers: object) -> State:
+    del numbers
     sides = whole_field(p, (3, 2))
     return State(moment(p, kept), whole_field(p, (*p.shape[:-1], 1)), sides)
 

@@ -21,7 +21,6 @@ from optimi_func.core.checks import check_number as check_number
 from optimi_func.core.distributed import number_field, whole_field
 from optimi_func.rules.body import Body as Body
 from optimi_func.rules.body import Coupled as Coupled
-from optimi_func.rules.body import OwnRule as OwnRule
 from optimi_func.rules.body import choice as choice
 from optimi_func.rules.body import functions as functions
 from optimi_func.rules.lifting import is_zero as is_zero

@@ -4,10 +4,9 @@ import inspect
 import sys
 import warnings
 from abc import ABCMeta
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
-from dataclasses import KW_ONLY, InitVar, dataclass, field, make_dataclass, replace
-from functools import partial, wraps
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, InitVar, field, make_dataclass
+from functools import wraps
 from itertools import chain
 from typing import (
     TYPE_CHECKING,
@@ -19,7 +18,6 @@ from typing import (
     NoReturn,
     ParamSpec,
     Protocol,
-    Self,
     TypeAlias,
     TypeVar,
     cast,
@@ -27,36 +25,18 @@ from typing import (
 )
 
 import torch
-from torch import Tensor, optim
-from torch.utils._pytree import tree_leaves
+from torch import optim
 
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.classes.fields import EMPTY, Field, Params, made_field, read
 from optimi_func.classes.groups import TORCHS
-from optimi_func.core.checks import bind_call, is_on, shown, value_of
-from optimi_func.core.philox import Noise
-from optimi_func.core.rule import (
-    DecayKind,
-    PyTree,
-    Rates,
-    Rule,
-    Scalar,
-    StorageLike,
-    derived,
-)
+from optimi_func.core.checks import bind_call
+from optimi_func.core.rule import PyTree, Rule, StorageLike
 from optimi_func.core.storage import storage_of
 from optimi_func.core.torch_private import constant_in_graphs
 from optimi_func.execution.trees import step, step_
-from optimi_func.pure.casts import PLAIN, resolve_tree
-from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import (
-    FlatTree,
-    Rewrite,
-    TreeState,
-    broadcast,
-    init_tree,
-    path_of,
-)
+from optimi_func.pure.functional import Decay, FunctionalOptimizer
+from optimi_func.pure.tree import TreeState, init_tree
 from optimi_func.rules.helping import (
     example_of_value,
     help_of_init,
@@ -69,7 +49,6 @@ from optimi_func.state.convert import Counterparts
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Decay: TypeAlias = Literal["decoupled", "l2", "proximal", "own"]
 LrIs: TypeAlias = Literal["factor", "inside"]
 # In place of a value for which methods are not traced, because it may be any number.
 NUMBER = "any number"
@@ -99,225 +78,6 @@ class choice(Generic[T]):
     # Without this, an item of `__dict__` would be read unseen.
     def __set__(self, instance: object, x: T) -> None:
         instance.__dict__[self.name] = x
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class OwnRule(FunctionalOptimizer):
-    """Base class of pure optimizers that are made from a class, such as `SignSGD.pure`."""
-
-    owner: ClassVar[type["Body"]]
-
-    @derived
-    def rule(self) -> Rule:
-        """The mathematics, a rule for each combination of static options."""
-        owner, statics = self.owner, self.owner.statics_of(self)
-        _trace(owner, statics)
-        return owner._rules[key_of(statics)]
-
-    @derived
-    def decay(self) -> DecayKind:
-        """The kind of weight decay."""
-        return self._decay_kind(self.owner.with_values(self).usual_decay())
-
-    def rates(self, lr: Scalar, weight_decay: Scalar, max_lr: Scalar | None) -> Rates:
-        """Return the rates of a step; if max_lr is None, lr is the largest."""
-        rates = super().rates(lr, weight_decay, max_lr)
-        if self.owner._lr == "factor":
-            return rates
-        return rates._replace(lr=1.0, undecayed_lr=rates.undecayed_lr and (1.0,))
-
-    def __post_init__(self) -> None:
-        """Keep what a schedule's number at one step does not change."""
-        super().__post_init__()
-        if not torch.compiler.is_compiling():
-            self.__dict__["chosen"] = self.chosen
-
-    @derived
-    def chosen(self) -> dict[str, object]:
-        """The choices."""
-        names = self.owner._choices
-        instance = self.owner.bare(self._values) if names else None
-        with self._naming_schedules("a choice"):
-            found = {name: getattr(instance, name) for name in names}
-        # Of a tensor: methods are traced for the value that it has at this step.
-        return {k: _read(x) for k, x in found.items()}
-
-    def __repr__(self) -> str:
-        """Return the call that makes it, without defaults."""
-        text = super().__repr__()
-        return text if self.owner._name else text.replace("(", ".pure(", 1)
-
-    def check(self) -> None:
-        """Raise if a hyperparameter is out of range, or if the class's `check` raises."""
-        where = type(self).__name__
-        for name in self.choices:
-            x, usual = getattr(self, name), getattr(type(self), name, callable)
-            if isinstance(x, Tensor) or (callable(x) and not callable(usual)):
-                raise TypeError(
-                    f"{where}: {name}={shown(x)}, but {name} is static: a tensor or a "
-                    "schedule needs a field whose default is a float"
-                )
-        if not torch.compiler.is_compiling():
-            self.__dict__["rule"] = self.rule  # which is looked up once
-        rule, means = self.rule, self.rule.means
-        takes = means is not None and means.divides == "sum"
-        parts = {"measure": rule.measure, "sums": rule.join, "divisor(decay)": takes}
-        if self.cautious and (found := [name for name, x in parts.items() if x]):
-            raise ValueError(f"{where}: cautious=True with {found[0]}: allowed is False")
-        self._check_decay()
-        super().check()
-        # A class's `check` sets the bounds of fields that have none of their own.
-        bound = not hasattr(self.owner, "check")
-        for option in self.owner._own.values():
-            if option.name not in RATES:  # checked before, and may be a prefix of the tree
-                option.check(getattr(self, option.name), bound or not option.plain)
-        if not bound:
-            with self._naming_schedules("check"):
-                self.owner.with_values(self).check()
-
-    @contextmanager
-    def _naming_schedules(self, what: str) -> Generator[None]:
-        """Say which schedule a method has read that an error of Python comes from."""
-        try:
-            yield
-        except TypeError as error:
-            read = self.__dict__.get("_read", ())
-            # Choices are read too, and are no hyperparameters of this value.
-            found = [k for k in sorted(read) if callable(getattr(self, k, None))]
-            if not found:
-                raise
-            raise TypeError(
-                f"{type(self).__name__}: {what} reads {found[0]}, which is a schedule "
-                f"({error}): allowed are numbers, as a class's param groups have them at "
-                "each step, or to read it in `coeffs` or `direction`"
-            ) from error
-
-    def _check_decay(self) -> None:
-        """Raise for options of decay, and cautious=True, that the move would not follow."""
-        rule, own = self.rule, self.owner._usual == "own"
-        reads = "weight_decay" in rule.numbers
-        if not (rule.replaces or own or reads):
-            return
-        why = 'class line has decay="own"' if own else "methods read self.weight_decay"
-        why = "`after` leaves out u" if rule.replaces else why
-        names = ["decouple_lr", "corrected_decay", "cautious_decay"]
-        names += ["cautious"] if rule.replaces else []
-        found = [f"{name}=True" for name in names if getattr(self, name)]
-        decays = any(map(is_on, tree_leaves(self.weight_decay)))
-        if decays and not reads and self.decay != "l2":
-            found.append(f"weight_decay={shown(self.weight_decay)}")
-        if found:
-            where = f"{type(self).__name__}: {found[0]}"
-            raise ValueError(f"{where}, but its {why}: allowed is the default")
-
-    @derived
-    def starting_rule(self) -> Rule:
-        """The rule, with the class's `init` of these hyperparameters."""
-        if not hasattr(self.owner, "init"):
-            return self.rule
-        # torch.compile cannot trace `has_numbers`, and a trace stores no rule.
-        numbers, plain = (
-            self.numbers,
-            not torch.compiler.is_compiling() and self.has_numbers,
-        )
-        if not self.owner._name:  # an own init may read rates that no other method reads
-            rates: dict[str, Any] = {name: getattr(self, name) for name in RATES}
-            numbers = rates | numbers
-            plain = plain and PLAIN.issuperset(map(type, rates.values()))
-        numbers = resolve_tree("a number", numbers, _double(0.0))
-        init: Any = self.rule.init
-        rule = replace(self.rule, init=partial(init, numbers=numbers))
-        # Each pure step checks its state by it. Tensors may belong to a transformation.
-        if plain:
-            self.__dict__["starting_rule"] = rule
-        return rule
-
-    def with_lr(self, lr: float) -> Self:
-        """Return the optimizer with another learning rate.
-
-        Where the class's `check`, choices or decay have read lr, they are asked again.
-        """
-        if "lr" in self.__dict__.get("_read", ()):
-            return replace(self, lr=lr)
-        changed = super().with_lr(lr)
-        if "lr" in self.numbers or not self.owner._name:  # init may read it
-            changed.__dict__.pop("starting_rule", None)
-        return changed
-
-    @property
-    def _values(self) -> dict[str, object]:
-        """The hyperparameters, and the names of those that methods have read of them."""
-        own = self.__dict__
-        values = {name: own[name] for name in self.__dataclass_fields__ if name in own}
-        if not torch.compiler.is_compiling():
-            values["_read"] = self.__dict__.setdefault("_read", set[str]())
-        return values
-
-    def likely_mistakes(self) -> list[str]:
-        """Return warnings of options that are allowed, but probably a mistake."""
-        texts = super().likely_mistakes()
-        if hasattr(self.owner, "mistakes"):
-            texts += self.owner.with_values(self).mistakes()
-        return texts
-
-    def step(
-        self,
-        params: T,
-        grads: PyTree,
-        state: TreeState,
-        *,
-        rewrite: Rewrite | None = None,
-        **extras: PyTree,
-    ) -> tuple[T, TreeState]:
-        """Return the parameters and the state after one step.
-
-        Args:
-            params: A floating-point or complex tensor, or any pytree of such tensors.
-            grads: The gradients: a pytree with the same structure as `params`. If a
-                gradient is None, its parameter and the parameter's state are returned
-                unchanged.
-            state: The state that `init(params)` or the previous step returned.
-            rewrite: A function that changes the updates before they are added to the
-                parameters. `transforms.chain` passes it.
-            **extras: The extra arguments of the rule's `direction`, by name. Each extra is
-                a pytree with a tensor for each parameter, or one number for all parameters.
-
-        Returns:
-            (params, state): The updated parameters, and the state for the next step.
-
-        Raises:
-            TypeError: An extra is missing, `direction` has no argument with the name of an
-                extra, a parameter is not a dense floating-point or complex tensor, or
-                `state` is not a `TreeState`.
-            ValueError: The trees differ in structure, or a gradient, a state or an extra
-                does not fit its parameter.
-        """
-        if (extras or self.rule.extras) and self.rule.lacks(extras):
-            raise TypeError(
-                f"the step of {type(self).__name__} got the extras {sorted(extras)}: its "
-                f"direction takes {sorted(self.rule.extras)} (extras are its arguments but "
-                "g, s, t, x, z, r and c)"
-            )
-        tree = FlatTree.of(params, grads, state).check(self.shaped_rule)
-        if not self.rule.given:
-            return self._step(tree, rewrite)
-        leaf_extras: list[dict[str, Any]] = [{} for _ in tree.leaves]
-        for i, p in enumerate(tree.leaves if "z" in self.rule.given else ()):
-            leaf_extras[i]["z"] = Noise(cast(Any, self).seed, state.step, i, p)
-        usual = {k: _double(x) for k, x in self.rule.usual.items()}
-        for name, extra in {**usual, **extras}.items():
-            rows, at = broadcast(name, extra, tree)
-            for i, p in enumerate(tree.leaves):
-                x = rows[at[i]]
-                x = _double(x) if isinstance(x, float) else x
-                leaf_extras[i][name] = x
-                shapes = [(), *([] if name in self.rule.single else [tuple(p.shape)])]
-                if isinstance(x, Tensor) and tuple(x.shape) not in shapes:
-                    raise ValueError(
-                        f"{name}{path_of(params, i)} has the shape {tuple(x.shape)}, and "
-                        f"its parameter {tuple(p.shape)}: allowed are {shapes}"
-                    )
-        return self._step(tree, rewrite, leaf_extras)
 
 
 @constant_in_graphs
@@ -351,7 +111,7 @@ class PureOf:
 
     def __get__(
         self, instance: object, owner: Callable[Concatenate[Params, P], object]
-    ) -> Callable[P, OwnRule]: ...
+    ) -> Callable[P, FunctionalOptimizer]: ...
 
 
 class BodyType(ABCMeta):
@@ -450,12 +210,19 @@ class Body(BaseOptimizer, metaclass=BodyType):
         return instance
 
     @classmethod
-    def with_values(cls, value: OwnRule) -> Any:
+    def with_values(cls, value: FunctionalOptimizer) -> Any:
         """Return an instance with the hyperparameters of a value as attributes."""
         return cls.bare(value._values | value.chosen)
 
     @classmethod
-    def statics_of(cls, value: "OwnRule | Body") -> tuple[object, ...]:
+    def _rule_with(cls, value: FunctionalOptimizer) -> Rule:
+        """Return the rule for the static options of a value."""
+        statics = cls.statics_of(value)
+        _trace(cls, statics)
+        return cls._rules[key_of(statics)]
+
+    @classmethod
+    def statics_of(cls, value: "FunctionalOptimizer | Body") -> tuple[object, ...]:
         """Return what methods may branch on: static options, and choices."""
         statics: list[object] = []
         for option in cls._own.values():
@@ -528,14 +295,6 @@ def key_of(statics: tuple[object, ...]) -> tuple[object, ...]:
     return statics, repr(statics)
 
 
-def _read(x: object) -> object:
-    return x.item() if isinstance(x, Tensor) and value_of(x) is not None else x
-
-
-def _double(x: float) -> Tensor:
-    return torch.tensor(x, dtype=torch.float64, device="cpu")
-
-
 def _hashable(x: Any) -> Any:
     """Return tuples for lists and dicts."""
     if type(x) is dict:
@@ -577,7 +336,8 @@ def _own_fields(cls: type[Body]) -> dict[str, Field[object, object]]:
         if name not in annotations:
             refused = reserved - {*dir(optim.Optimizer)}  # methods may extend step
         else:
-            refused = reserved | {*dir(OwnRule)} | (set() if cls._name else NAMES)
+            refused = reserved | {*dir(FunctionalOptimizer)}
+            refused |= set() if cls._name else NAMES
         if name in refused - {*RATES} and not (cls._name and name not in annotations):
             raise TypeError(
                 f"{cls.__name__}.{name} is an option or a method of every optimizer, or an "
@@ -609,7 +369,7 @@ def _lacks_direction(cls: type[Body]) -> Callable[..., NoReturn]:
     return raises
 
 
-def _pure(cls: type[Body]) -> type[OwnRule]:
+def _pure(cls: type[Body]) -> type[FunctionalOptimizer]:
     """Return the dataclass of the hyperparameters of a class."""
     coupled = {"decouple_wd": False} if cls._usual == "l2" else {}  # saved groups lack it
     counterparts = getattr(cls, "counterparts", None) or Counterparts(
@@ -624,7 +384,7 @@ def _pure(cls: type[Body]) -> type[OwnRule]:
             (x.name, x.value, field() if x.default is EMPTY else field(default=x.default))
             for x in options
         ],
-        bases=(OwnRule,),
+        bases=(FunctionalOptimizer,),
         namespace={
             "owner": cls,
             "entry_fields": frozenset(chain(*[getattr(x, "_fields", ()) for x in written])),
@@ -682,7 +442,7 @@ class InitFunction(Protocol):
 
 def functions(
     cls: Callable[Concatenate[Params, P], Body],
-) -> tuple[Callable[P, OwnRule], InitFunction, StepFunction[P]]:
+) -> tuple[Callable[P, FunctionalOptimizer], InitFunction, StepFunction[P]]:
     """Return the pure functions of a class, such as `lion`, `lion_init` and `lion_step`.
 
     `lion_init` has an argument for each option on which the state depends. The help text of
@@ -700,7 +460,7 @@ def functions(
     return value, _init_function(value), step_function(value)
 
 
-def _init_function(value: type[OwnRule]) -> InitFunction:
+def _init_function(value: Any) -> InitFunction:
     names, own = value.owner.shaping(), inspect.signature(value).parameters
 
     def init(params: PyTree, **options: Any) -> TreeState:

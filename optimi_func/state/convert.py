@@ -483,7 +483,7 @@ _ONE = torch.ones((), dtype=torch.float32, device="cpu")  # a step count
 @cache
 def _fields() -> set[str]:
     """Return the fields of the package's rules: in another's entry no wrapper's."""
-    values = chain(*[x.__subclasses__() for x in FunctionalOptimizer.__subclasses__()])
+    values = FunctionalOptimizer.__subclasses__()
     own = [x.entry_fields for x in values if x.__module__.startswith("optimi_func.")]
     return {*chain(*own)} - {"z"}  # which the wrapper of Schedule-Free's authors adds
 

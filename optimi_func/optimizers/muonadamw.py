@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from optimi_func.classes.groups import by_pattern, param_groups_by_name
-from optimi_func.classes.options import Options, with_options
+from optimi_func.classes.options import with_options
 from optimi_func.core.checks import check_number
 from optimi_func.core.layout import as_layout, sides
 from optimi_func.core.lists import grouped
-from optimi_func.optimizers.adam import adamw
-from optimi_func.optimizers.mixed import Mixed, Named, Part, keywords_of, rule_name
-from optimi_func.optimizers.muon import TABLES, muon
-from optimi_func.optimizers.normuon import normuon
+from optimi_func.core.rule import Options
+from optimi_func.optimizers.adam import AdamW, adamw
+from optimi_func.optimizers.mixed import Mixed, Named, Part, rule_name
+from optimi_func.optimizers.muon import TABLES, Muon, muon
+from optimi_func.optimizers.normuon import NorMuon, normuon
 from optimi_func.pure.functional import FunctionalOptimizer, Number
 from optimi_func.state.convert import without_wrappers
 
@@ -223,7 +224,8 @@ def MuonAdamW(  # noqa: D417
     other = torch.empty(0, dtype=torch.float32, device="cpu")
     pairs = [*named, *[(name, other) for name in elsewhere]]
     groups = param_groups_by_name(pairs, overrides or {})
-    known = {*keywords_of(adamw), *keywords_of(muon if row_beta is None else normuon)}
+    matrices = Muon if row_beta is None else NorMuon
+    known = {*AdamW.keywords, *matrices.keywords}
     for name in sorted({k for own in (overrides or {}).values() for k in own} - known):
         raise ValueError(f"overrides has {name!r}: allowed are {sorted(known)}")
     for group in groups:

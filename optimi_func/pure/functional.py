@@ -144,6 +144,10 @@ class FunctionalOptimizer(Kept):
 
     # The class body in which the rule is written.
     owner: ClassVar[type[Owner]]
+    # Names of the hyperparameters, lr first.
+    keywords: ClassVar[tuple[str, ...]] = ()
+    # Defaults of those that take numbers.
+    number_defaults: ClassVar[Mapping[str, object]] = {}
     # Keywords that take no number, so that `check` alone can check them.
     choices: ClassVar[tuple[str, ...]] = ()
     # Names of an entry's tensors, in any of its forms.
@@ -221,7 +225,7 @@ class FunctionalOptimizer(Kept):
     def _values(self) -> dict[str, object]:
         """The hyperparameters, and the names of those that methods have read of them."""
         own = self.__dict__
-        values = {name: own[name] for name in self.__dataclass_fields__ if name in own}
+        values = {name: own[name] for name in self.keywords}
         if not torch.compiler.is_compiling():
             values["_read"] = self.__dict__.setdefault("_read", set[str]())
         return values
@@ -296,7 +300,7 @@ class FunctionalOptimizer(Kept):
 
     def __getstate__(self) -> dict[str, object]:
         """Return the fields, because a copy of a cached rule would be another rule."""
-        return {f.name: self.__dict__[f.name] for f in fields(self)}
+        return {name: self.__dict__[name] for name in self.keywords}
 
     def __repr__(self) -> str:
         """Return the call that makes it: lr, and what differs from the defaults."""

@@ -5,7 +5,7 @@ import sys
 import warnings
 from abc import ABCMeta
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, InitVar, field, make_dataclass
+from dataclasses import KW_ONLY, field, fields, make_dataclass
 from functools import wraps
 from itertools import chain
 from typing import (
@@ -15,7 +15,6 @@ from typing import (
     Concatenate,
     Generic,
     Literal,
-    NoReturn,
     ParamSpec,
     Protocol,
     TypeAlias,
@@ -28,8 +27,7 @@ import torch
 from torch import optim
 
 from optimi_func.classes.base import BaseOptimizer
-from optimi_func.classes.fields import EMPTY, Field, Params, made_field, read
-from optimi_func.classes.groups import TORCHS
+from optimi_func.classes.fields import EMPTY, Field, Params, read
 from optimi_func.core.checks import bind_call
 from optimi_func.core.rule import PyTree, Rule, StorageLike
 from optimi_func.core.storage import storage_of
@@ -45,7 +43,7 @@ from optimi_func.rules.helping import (
     named,
 )
 from optimi_func.rules.making import NAMES, RATES, Making, first_values, init_draws
-from optimi_func.state.convert import Counterparts
+from optimi_func.state.convert import TORCHS, Counterparts
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -89,23 +87,6 @@ def _trace(cls: "type[Body]", statics: tuple[object, ...]) -> bool:
     return True
 
 
-class _Rate:
-    """lr of an instance that has values, where the class declares no field for it."""
-
-    def __get__(self, instance: Any, owner: object) -> Any:
-        if instance is None:
-            return self
-        if "lr" not in instance.__dict__:
-            raise AttributeError(
-                f"{type(instance).__name__!r} object has no attribute 'lr'"
-            )
-        return read(instance.__dict__, "lr")
-
-    # Without this, an item of `__dict__` would be read unseen.
-    def __set__(self, instance: Any, x: object) -> None:
-        instance.__dict__["lr"] = x
-
-
 class PureOf:
     """The type of a class's `pure`, whose keywords are the constructor's."""
 
@@ -147,6 +128,7 @@ class Body(BaseOptimizer, metaclass=BodyType):
     # True: `whole` maps each matrix of a stack by itself.
     maps_matrices: ClassVar[bool] = False
     _name: ClassVar[str] = ""
+    _reads_fields = True
     _own: ClassVar[dict[str, Field[object, object]]] = {}
     _choices: ClassVar[tuple[str, ...]] = ()
     _rules: ClassVar[dict[tuple[object, ...], Rule]] = {}
@@ -169,6 +151,8 @@ class Body(BaseOptimizer, metaclass=BodyType):
         if name or {decay, lr} != {EMPTY} or _new_names(cls, base):
             cls._name, cls._lr = name, cls._lr if lr is EMPTY else lr
             cls._usual = cls._usual if decay is EMPTY else decay
+            _check_names(cls)
+            super().__init_subclass__()
             cls._define()
         else:
             super().__init_subclass__()
@@ -180,18 +164,19 @@ class Body(BaseOptimizer, metaclass=BodyType):
             text = f"{cls.__name__}.means is called divisor now, and means until 0.3"
             warnings.warn(text, DeprecationWarning, stacklevel=4)
             cls.divisor = former
-        every = [pair for base in reversed(cls.__mro__) for pair in vars(base).items()]
-        written, own = dict(every), {k: x for k, x in every if isinstance(x, Field)}
-        for name in own.keys() - vars(cls).keys():
-            if not hasattr(written[name], "__get__"):
-                setattr(cls, name, written[name])  # another default, of a mixin
-        cls._own = own
-        cls._own = {**own, **_own_fields(cls)}
+        bases = [vars(base) for base in reversed(cls.__mro__)]
+        every = [pair for own in bases for pair in own.get("_declared", {}).items()]
+        cls._own = {k: x for k, x in every if x.hyperparameter}
+        for option in cls._own.values():
+            if type(option.default).__hash__ is None:
+                where = f"{cls.__name__}.{option.name} = {option.default!r}"
+                raise TypeError(f"{where} may change: write a tuple")
+        written = {name: x for own in bases for name, x in own.items()}
         cls._choices = tuple(sorted(k for k, x in written.items() if isinstance(x, choice)))
         cls._rules, cls._known, traced = {}, [], hasattr(cls, "direction")
         made: Any = _pure(cls) if traced else _lacks_direction(cls)
         cls.factory = cls.pure = made
-        super().__init_subclass__()
+        cls._make_constructor()
         defaults = {option.name: option.default for option in cls._own.values()}
         if traced and cls.at_definition and EMPTY not in defaults.values():
             # Choices may read lr and weight_decay, also where these have no default.
@@ -217,6 +202,9 @@ class Body(BaseOptimizer, metaclass=BodyType):
     @classmethod
     def _rule_with(cls, value: FunctionalOptimizer) -> Rule:
         """Return the rule for the static options of a value."""
+        if not hasattr(cls, "direction"):
+            text = f"{cls.__name__} has no direction(self, g, s): write this method"
+            raise TypeError(text)
         statics = cls.statics_of(value)
         _trace(cls, statics)
         return cls._rules[key_of(statics)]
@@ -287,7 +275,8 @@ class Body(BaseOptimizer, metaclass=BodyType):
 
 
 if not TYPE_CHECKING:
-    Body.lr = _Rate()
+    # lr of an instance that has values, where the class declares no field for it.
+    Body.lr = Body._arguments["lr"]
 
 
 def key_of(statics: tuple[object, ...]) -> tuple[object, ...]:
@@ -315,58 +304,32 @@ def _new_names(cls: type, base: type) -> set[str]:
     return {name for name in names if name[:2] != "__"}
 
 
-def _own_fields(cls: type[Body]) -> dict[str, Field[object, object]]:
-    """Return the fields of a class body, and put them in the place of defaults."""
-    options: dict[str, Field[object, object]] = {}
-    annotations, keyword = inspect.get_annotations(cls), False
-    for name, x in vars(cls).items():
-        if name in {*cls._own, *RATES} - {*annotations} and not hasattr(x, "__get__"):
-            option = cls._own.get(name)  # another default
-            annotations[name] = float if option is None else option.argument
-    cls.__annotations__ = annotations
-    reserved = {*dir(Body), *Body._parameters, *TORCHS, "pure", "factory", "keywords"}
-    reserved -= {*RATES, "usual_decay"}
+def _check_names(cls: type[Body]) -> None:
+    """Raise if a field or a method has a name that is taken."""
+    annotations = inspect.get_annotations(cls)
+    reserved = {*dir(Body), *TORCHS, "pure", "factory", "keywords", *Body._arguments}
     if cls._name:
-        reserved = {*Body._parameters} - {*RATES}
-    for name in [*annotations, *(() if "keywords" in vars(cls) else vars(cls))]:
-        kind = annotations.get(name)
-        keyword = keyword or kind in (KW_ONLY, "KW_ONLY")
-        if name.startswith("_") or "ClassVar" in str(kind) or name in options:
+        reserved = {*Body._arguments}
+    fields = reserved | {*dir(FunctionalOptimizer)} | (set() if cls._name else NAMES)
+    # Methods may extend torch's, such as step. A class that is defined again, because a
+    # decorator wrote to it, has the names that this package gave to it.
+    methods = reserved - {*dir(optim.Optimizer)}
+    methods = set() if cls._name or "keywords" in vars(cls) else methods
+    for name in (*annotations, *vars(cls)):
+        refused = fields if name in annotations else methods
+        if name.startswith("_") or "ClassVar" in str(annotations.get(name)):
             continue
-        if name not in annotations:
-            refused = reserved - {*dir(optim.Optimizer)}  # methods may extend step
-        else:
-            refused = reserved | {*dir(FunctionalOptimizer)}
-            refused |= set() if cls._name else NAMES
-        if name in refused - {*RATES} and not (cls._name and name not in annotations):
+        if name in refused - {*RATES, "usual_decay"}:
             raise TypeError(
                 f"{cls.__name__}.{name} is an option or a method of every optimizer, or an "
                 "argument of its methods: choose another name"
             )
-        if name not in annotations:
-            continue
-        if isinstance(kind, InitVar):
-            if name not in RATES:
-                continue  # of the class alone
-            kind = kind.type
-        options[name] = option = made_field(name, kind, cls.__dict__.get(name, EMPTY))
-        option.keyword = keyword
-        if type(option.default).__hash__ is None:
-            raise TypeError(
-                f"{cls.__name__}.{name} = {option.default!r} may change: write a tuple"
-            )
-        setattr(cls, name, option)
-    return options
 
 
-def _lacks_direction(cls: type[Body]) -> Callable[..., NoReturn]:
-    """Return the `pure` of a base, which raises."""
-
-    def raises(lr: object, **kwargs: object) -> NoReturn:
-        raise TypeError(f"{cls.__name__} has no direction(self, g, s): write this method")
-
-    raises.__signature__ = inspect.signature(lambda lr: None)  # pyright: ignore[reportFunctionMemberAccess]
-    return raises
+def _lacks_direction(cls: type[Body]) -> type[FunctionalOptimizer]:
+    """Return the `pure` of a base without a direction, whose values cannot be created."""
+    namespace = {"owner": cls, "keywords": ("lr",), "__module__": cls.__module__}
+    return type(cls.__name__, (FunctionalOptimizer,), namespace)
 
 
 def _pure(cls: type[Body]) -> type[FunctionalOptimizer]:
@@ -378,7 +341,7 @@ def _pure(cls: type[Body]) -> type[FunctionalOptimizer]:
     options = sorted(cls._own.values(), key=lambda x: x.keyword)
     name = cls._name
     written = chain(*[vars(base).values() for base in cls.__mro__])
-    value = make_dataclass(
+    value: Any = make_dataclass(
         name or cls.__name__,
         [
             (x.name, x.value, field() if x.default is EMPTY else field(default=x.default))
@@ -398,16 +361,22 @@ def _pure(cls: type[Body]) -> type[FunctionalOptimizer]:
         kw_only=True,
         repr=False,
     )
+    value.keywords = tuple([x.name for x in fields(value)])
+    value.number_defaults = {
+        x.name: x.default
+        for x in fields(value)
+        if x.type is not bool and x.name not in value.choices
+    }
     check_calls(value)
     signature = inspect.signature(value).replace(return_annotation=FunctionalOptimizer)
-    value.__signature__ = signature = named(signature)
-    value.__doc__ = help_of_value(cls, [*signature.parameters])
+    value.__signature__ = named(signature)
+    value.__doc__ = help_of_value(cls, [*value.keywords])
     return value
 
 
 def check_calls(factory: Any) -> None:
     """Name the factory in errors of its calls, and the keyword that was meant."""
-    original, names = factory.__init__, tuple(inspect.signature(factory).parameters)
+    original, names = factory.__init__, factory.keywords
 
     @wraps(original)
     def init(self: object, *args: object, **kwargs: object) -> None:

@@ -66,10 +66,10 @@ RATES = ("lr", "weight_decay")
 
 
 class Owner(Protocol):
-    """What a pure optimizer needs from the class body in which its rule is written.
+    """The interface of the class body in which the rule of a pure optimizer is written.
 
-    `rules.Body` is this class. It is in a folder above this one, so it is not imported. A
-    class body may also have the methods `check`, `init` and `mistakes`.
+    `rules.Body` has this interface. It is not imported, because it is in a folder above
+    this one. A class body may also have the methods `check`, `init` and `mistakes`.
     """
 
     _name: ClassVar[str]

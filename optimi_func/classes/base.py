@@ -27,9 +27,8 @@ from optimi_func.classes.extras import (
     rounding_bits,
     with_extras,
 )
-from optimi_func.classes.fields import Closure, Fields, Float, Params
+from optimi_func.classes.fields import EMPTY, Closure, Fields, Float, Params
 from optimi_func.classes.groups import (
-    TORCHS,
     aligned,
     as_scalar,
     check_capture,
@@ -39,7 +38,6 @@ from optimi_func.classes.groups import (
     executor_of,
     likely_mistakes,
     normalize_group,
-    number_defaults,
     plain_numbers,
     take_torchs_decay,
     warn_of_torchs_order,
@@ -86,7 +84,7 @@ from optimi_func.execution.tensors import uncollected
 from optimi_func.pure.casts import PLAIN
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.checkpoints import Checkpoints
-from optimi_func.state.convert import Entry, Group, renamed
+from optimi_func.state.convert import TORCHS, Entry, Group, renamed
 from optimi_func.state.entry import ensure_state, insert_made, wants_state_alone
 from optimi_func.state.names import Names, Path, homes_in
 
@@ -189,7 +187,7 @@ class BaseOptimizer(Fields, Checkpoints):
 
     _positional = ("decouple_lr", "max_lr", *POSITIONAL)
 
-    factory: ClassVar[Callable[..., FunctionalOptimizer]]
+    factory: ClassVar[type[FunctionalOptimizer]]
     step_calls = 0  # updates that move parameters, for `EMA`: several a step under release
     takes_extras = False  # True if a group's rule has extras
     given = MappingProxyType[str, Mapping[Tensor, Tensor]]({})  # by `give`
@@ -198,12 +196,16 @@ class BaseOptimizer(Fields, Checkpoints):
     grad_scale: ClassVar[Tensor | None] = None
 
     def __init_subclass__(cls) -> None:
-        """Make the constructor, and read `keywords` from the factory's signature."""
+        """Make the constructor of a class that has a factory."""
         super().__init_subclass__()
-        if "factory" not in cls.__dict__:
-            return
-        cls.keywords = tuple(inspect.signature(cls.factory).parameters)
-        missing = [name for name in cls.keywords if name not in cls._parameters]
+        if "factory" in cls.__dict__:
+            cls._make_constructor()
+
+    @classmethod
+    def _make_constructor(cls) -> None:
+        """Make the constructor, and read `keywords` from the factory's signature."""
+        cls.keywords = cls.factory.keywords
+        missing = [name for name in cls.keywords if name not in cls._arguments]
         if cls.keywords[0] != "lr" or missing:
             raise TypeError(
                 f"{cls.__name__}.factory={cls.factory.__name__} takes {cls.keywords}: "
@@ -259,7 +261,7 @@ class BaseOptimizer(Fields, Checkpoints):
                 case.
         """
         if "releases" not in self.__dict__:  # a subclass calls torch's __init__ alone
-            usual = {name: x.default for name, x in self._parameters.items()}
+            usual = {name: x.default for name, x in self._arguments.items()}
             del usual["params"]
             self.defaults = {**usual, **self._fixed, **self.defaults}
             self._begin(self.defaults)
@@ -308,7 +310,7 @@ class BaseOptimizer(Fields, Checkpoints):
             group["param_names"] = names
 
     def _number_defaults(self, group: Group) -> Group:
-        return self._under_keys(number_defaults(self._factory_of(group)[0]))
+        return self._under_keys({**self._factory_of(group)[0].number_defaults})
 
     def _check_numbers(self, group: Group) -> None:
         check_numbers(group, self._number_defaults(group))
@@ -741,9 +743,7 @@ class BaseOptimizer(Fields, Checkpoints):
 
     def __repr__(self) -> str:
         """Return hyperparameters, changed options, and each group's executor and dtypes."""
-        lines, usual = [f"{type(self).__name__} ("], dict[str, inspect.Parameter]()
-        for cls in (FunctionalOptimizer, type(self)):
-            usual |= inspect.signature(cls).parameters
+        lines, usual = [f"{type(self).__name__} ("], self._arguments
         for i, group in enumerate(self.param_groups):
             entries = [self.state.get(p, {}).values() for p in group["params"]]
             tensors = [x for x in chain(group["params"], *entries) if isinstance(x, Tensor)]
@@ -751,7 +751,7 @@ class BaseOptimizer(Fields, Checkpoints):
             rows = {"params": len(group["params"]), "dtypes": ", ".join(sorted(kinds))}
             rows["runs"] = _RUNS.get(how := executor_of(group), how)
             for k, x in sorted(group.items()):
-                default = usual[k].default if k in usual else inspect.Parameter.empty
+                default = usual[k].default if k in usual else EMPTY
                 number = type(default) in (float, int, tuple)
                 if k != "param_names" and (number or str(x) != str(default)):
                     rows.setdefault(k, x)
@@ -836,7 +836,7 @@ class BaseOptimizer(Fields, Checkpoints):
 
     def _factory_of(
         self, group: Group
-    ) -> tuple[Callable[..., FunctionalOptimizer], tuple[str, ...]]:
+    ) -> tuple[type[FunctionalOptimizer], tuple[str, ...]]:
         """Return the function that makes a group's value, and its keywords, lr first."""
         del group
         return type(self).factory, self.keywords
@@ -865,8 +865,7 @@ class BaseOptimizer(Fields, Checkpoints):
         if not plain:
             self._check_numbers(group)
             numbers = [as_scalar(x, params, capturable) for x in numbers]
-        make = getattr(factory, "kept", factory)
-        bound = make(**renamed(dict(zip(keywords, numbers)), self._our_names))
+        bound = factory.kept(**renamed(dict(zip(keywords, numbers)), self._our_names))
         # Tensors and numpy's arrays have this.
         objects = () if plain else flat
         mutable = any([type(x) in (list, dict) or hasattr(x, "__array__") for x in objects])

@@ -1,4 +1,8 @@
-"""Constructors whose arguments are annotated fields, as those of dataclasses."""
+"""Constructors whose arguments are annotated fields, as those of dataclasses.
+
+A `Field` is the only description of an option. A class collects the fields of its body and
+of its bases once. The constructor, its signature and the pure optimizer follow from them.
+"""
 
 import inspect
 import math
@@ -22,7 +26,7 @@ from torch import Tensor
 
 from optimi_func.core import checks
 from optimi_func.core.rule import Scalar
-from optimi_func.pure.functional import Number
+from optimi_func.pure.functional import RATES, Number
 
 Params: TypeAlias = (
     Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -48,18 +52,21 @@ class Field(Generic[Got, Given]):
     traced, in its `__dict__`, and in `_read` the names of those that they have read.
 
     Attributes:
-        name: The argument.
+        name: The name of the argument.
         default: Its default, or EMPTY.
-        argument: The annotation of the class's argument.
-        value: The annotation of the pure optimizer's.
+        argument: The annotation of the constructor's argument.
+        value: The annotation of the pure optimizer's argument.
         number: True for numbers, which may be tensors and schedules.
         static: True if methods are traced for some of its values, and not for any number.
-        keyword: True if it is passed by name alone.
+        hyperparameter: True for hyperparameters of a rule, which its methods read and its
+            pure optimizer takes. Other fields are arguments of the constructor alone.
+        keyword: True if the argument is keyword-only.
         plain: True if it was written as an annotation and a default.
     """
 
     number: ClassVar[bool] = False
     static: bool = True
+    hyperparameter: bool = False
     keyword: bool = False
     plain: bool = False
 
@@ -87,6 +94,11 @@ class Field(Generic[Got, Given]):
     def __set__(self, instance: object, x: Given) -> None:
         """Write an attribute of this name."""
         instance.__dict__[self.name] = x
+
+    def parameter(self, keyword: bool) -> Parameter:
+        """Return the argument as an item of a signature, keyword-only if `keyword`."""
+        kind = Parameter.KEYWORD_ONLY if keyword else Parameter.POSITIONAL_OR_KEYWORD
+        return Parameter(self.name, kind, default=self.default, annotation=self.argument)
 
     def is_static(self, x: object) -> bool:
         """Return True if methods are traced for this value."""
@@ -189,66 +201,73 @@ class ThreeBetas(Floats[tuple[Scalar, Scalar, Scalar], tuple[Number, Number, Num
 class Fields:
     """A base class for constructors: annotated fields of a class and its bases.
 
-    `_: KW_ONLY` makes the fields after it keyword-only. A field is an argument and no
-    attribute, which `InitVar` tells type checkers; its default is removed from the class,
-    if it is no `Field`.
+    `_: KW_ONLY` makes the fields after it keyword-only. `InitVar` tells type checkers that
+    a field is an argument and no attribute.
     """
 
     # Shared keyword-only fields that may also be passed by position, in this order.
     _positional: ClassVar[tuple[str, ...]] = ()
-    _parameters: ClassVar[dict[str, Parameter]] = {}
-    _declared: ClassVar[dict[str, Parameter]] = {}  # the class's own of them
+    # True if fields are hyperparameters that methods read, and so stay in the class, unless
+    # they are an InitVar. Otherwise a field is removed from the class.
+    _reads_fields: ClassVar[bool] = False
+    _arguments: ClassVar[dict[str, Field[Any, Any]]] = {}  # the constructor's, in order
+    _declared: ClassVar[dict[str, Field[Any, Any]]] = {}  # the class's own of them
 
     def __init_subclass__(cls) -> None:
-        """Collect the parameters: positional ones first, then `_positional`."""
+        """Collect the arguments: positional ones first, then `_positional`."""
         super().__init_subclass__()
-        if "_declared" not in vars(cls):
-            cls._declared = _own_parameters(cls)
+        cls._declared = vars(cls).get("_declared", {}) | _declared_fields(cls)
         every = [vars(base).get("_declared", {}) for base in reversed(cls.__mro__)]
-        found = {name: p for own in every for name, p in own.items()}
-        inherited = [x for base in cls.__bases__ for x in getattr(base, "_parameters", ())]
-        parameters = {x: found[x] for x in [*inherited, *cls._declared]}
+        found = {name: field for own in every for name, field in own.items()}
+        inherited = [x for base in cls.__bases__ for x in getattr(base, "_arguments", ())]
+        fields = {x: found[x] for x in [*inherited, *cls._declared]}
 
-        def place(p: Parameter) -> tuple[int, int]:
-            if p.name in cls._positional:
-                return 1, cls._positional.index(p.name)
-            only = p.kind is Parameter.KEYWORD_ONLY
-            return (2, p.name in inherited) if only else (0, 0)
+        def place(field: Field[Any, Any]) -> tuple[int, int]:
+            if field.name in cls._positional:
+                return 1, cls._positional.index(field.name)
+            return (2, field.name in inherited) if field.keyword else (0, 0)
 
-        cls._parameters = {p.name: p for p in sorted(parameters.values(), key=place)}
+        cls._arguments = {x.name: x for x in sorted(fields.values(), key=place)}
 
     @classmethod
     def _signature(cls) -> inspect.Signature:
         """Return the constructor's signature, without self."""
-        kind = Parameter.POSITIONAL_OR_KEYWORD
         parameters = [
-            p.replace(kind=kind) if p.name in cls._positional else p
-            for p in cls._parameters.values()
+            x.parameter(x.keyword and x.name not in cls._positional)
+            for x in cls._arguments.values()
         ]
         return inspect.Signature(parameters, return_annotation=None)
 
 
-def _own_parameters(cls: "type[Fields]") -> dict[str, Parameter]:
-    """Return the parameters for the fields of one class, and remove their defaults."""
-    parameters: dict[str, Parameter] = {}
-    kind = Parameter.POSITIONAL_OR_KEYWORD
-    for name, annotation in inspect.get_annotations(cls).items():
-        if annotation in (KW_ONLY, "KW_ONLY"):
-            kind = Parameter.KEYWORD_ONLY
-        elif "ClassVar" not in str(annotation) and not name.startswith("_"):
-            default = cls.__dict__.get(name, EMPTY)
-            if isinstance(default, Field):
-                shared = cls._parameters.get(name)  # lr, which may be a tensor
-                annotation = default.argument if shared is None else shared.annotation
-                default = default.default
-            elif name in cls.__dict__:
-                delattr(cls, name)
-            if annotation is Float:
-                annotation = float | Tensor
-            if isinstance(annotation, InitVar):
-                annotation = annotation.type
-            parameters[name] = Parameter(name, kind, default=default, annotation=annotation)
-    return parameters
+def _declared_fields(cls: type[Fields]) -> dict[str, Field[Any, Any]]:
+    """Return the fields of one class body, and of its mixins that change a default."""
+    before, own = vars(cls).get("_declared", {}), dict(vars(cls))
+    annotations, keyword = dict(inspect.get_annotations(cls)), False
+    if cls._reads_fields:
+        pairs = [pair for base in reversed(cls.__mro__) for pair in vars(base).items()]
+        known = {*RATES, *[name for name, x in pairs if isinstance(x, Field)]}
+        for name, x in dict(pairs).items():
+            if name in known and name not in annotations and not hasattr(x, "__get__"):
+                shared = cls._arguments.get(name)
+                annotations[name] = float if shared is None else shared.argument
+                own[name] = x  # another default of the same field
+    fields: dict[str, Field[Any, Any]] = {}
+    for name, annotation in annotations.items():
+        keyword = keyword or annotation in (KW_ONLY, "KW_ONLY")
+        if name.startswith("_") or "ClassVar" in str(annotation):
+            continue
+        alone = isinstance(annotation, InitVar)
+        default = own.get(name, before.get(name, EMPTY))
+        field = made_field(name, annotation.type if alone else annotation, default)
+        field.keyword, fields[name] = keyword, field
+        if cls._reads_fields and (name in RATES or not alone):
+            if name in cls._arguments:  # lr, which may be a tensor
+                field.argument = cls._arguments[name].argument
+            field.hyperparameter = True
+            setattr(cls, name, field)
+        elif name in vars(cls):
+            delattr(cls, name)
+    return fields
 
 
 def made_field(name: str, annotation: object, default: Any) -> Field[Any, Any]:
@@ -269,5 +288,6 @@ def made_field(name: str, annotation: object, default: Any) -> Field[Any, Any]:
         bounds |= {"below": 1.0} if name == "betas" and largest < 1.0 else {}
         kind: Any = Floats if isinstance(default, tuple) and floats else Float
         field = kind(*values, **bounds)
-    field.name, field.argument, field.plain = name, annotation, True
+    field.name, field.plain = name, True
+    field.argument = float | Tensor if annotation is Float else annotation
     return field

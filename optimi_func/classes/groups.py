@@ -4,10 +4,8 @@ A group is torch.optim's dict of parameters, hyperparameters under torch's names
 options about how the step runs.
 """
 
-import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from numbers import Integral, Real
 from operator import attrgetter
 from typing import Any, TypeGuard, TypeVar
@@ -28,10 +26,6 @@ from optimi_func.state.entry import stuck_moments
 
 # Hyperparameters that are no schedules of the parameter's step in a class.
 UNSCHEDULED = ("lr", "weight_decay", "max_lr")
-# Options that ask for an executor, which eager steps refuse.
-EXECUTORS = ("compile", "foreach", "triton", "fused")
-# torch's options that are no fields here: groups have them if they were given.
-TORCHS = ("fused", "differentiable")
 _NUMBERS = {float, int}
 _kind = attrgetter("dtype", "layout")
 T = TypeVar("T")
@@ -61,15 +55,16 @@ def plain_numbers(given: dict[str, object]) -> Group:
 
 
 def take_torchs_decay(
-    given: dict[str, object], factory: object, keywords: Collection[str]
+    given: dict[str, object],
+    factory: type[FunctionalOptimizer],
+    keywords: Collection[str],
 ) -> None:
     """Replace torch's decoupled_weight_decay, in a call or in a group, by decouple_wd."""
     name = "decoupled_weight_decay"
     if name not in given or name in keywords:
         return
     asked, own = given[name], "decouple_wd" in keywords
-    usual = getattr(getattr(factory, "owner", None), "_usual", "")
-    ours = given.get("decouple_wd", asked) if own else usual != "l2"
+    ours = given.get("decouple_wd", asked) if own else factory.owner._usual != "l2"
     if asked not in (None, ours):
         raise ValueError(
             f"decoupled_weight_decay={asked} is torch.optim's name of decouple_wd, which "
@@ -118,17 +113,6 @@ def warn_of_torchs_order(known: Collection[str], args: Sequence[object]) -> None
 
 def _is_number(x: object) -> TypeGuard[float]:
     return isinstance(x, float | int) and not isinstance(x, bool)
-
-
-@lru_cache(64)
-def number_defaults(factory: Callable[..., object]) -> dict[str, object]:
-    """Return the defaults of a factory's keywords that take numbers."""
-    parameters = inspect.signature(factory).parameters
-    # The signature names its types in words, for readers.
-    fields = getattr(factory, "__dataclass_fields__", {})
-    flags = {k for k, x in fields.items() if x.type is bool}
-    choices = flags.union(getattr(factory, "choices", ()))
-    return {k: x.default for k, x in parameters.items() if k not in choices}
 
 
 def normalize_group(
@@ -184,7 +168,7 @@ def check_modes(group: Group) -> None:
     """Raise for options about how the step runs that exclude each other."""
     for name in ("gradient_release", "capturable"):
         checks.check_flag(name, group[name])
-    for name in EXECUTORS:
+    for name in ("compile", "foreach", "triton", "fused"):
         checks.check_flag(name, group.get(name), none=True)
     if group.get("differentiable"):
         raise ValueError(

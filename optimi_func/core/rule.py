@@ -475,6 +475,21 @@ class InitOptions(TypedDict, total=False):
     storage: StorageLike | None
 
 
+class Options(TypedDict, total=False):
+    """The options of every optimizer that concern how it runs, not its rule."""
+
+    kahan_sum: bool | None
+    foreach: bool | None
+    triton: bool | None
+    gradient_release: bool
+    compile: bool | None
+    capturable: bool
+    state_dtype: torch.dtype | str | None
+    storage: StorageLike | None
+    skip_nonfinite: Literal["step", False]
+    process_group: "torch.distributed.ProcessGroup | None"
+
+
 @runtime_checkable
 class PureOptimizer(Protocol):
     """The interface of pure optimizers and of transforms: two functions over pytrees.

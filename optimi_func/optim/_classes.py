@@ -11,6 +11,7 @@ import torch
 
 from optimi_func import functional
 from optimi_func.classes.base import BaseOptimizer
+from optimi_func.classes.fields import made_field
 from optimi_func.core.checks import bind_call
 
 # What makes the steps torch's, where the defaults do not.
@@ -35,13 +36,16 @@ def with_torchs_names(name: str, above: dict[str, Any], module: str) -> Any:
     form, factory = FORMS.get(name, {}), base.factory
     names = factory.counterparts.torch_names
     keys = {own: key for key, own in names.items()}
-    keywords = tuple([keys.get(x, x) for x in inspect.signature(factory).parameters])
-    parameters = dict(inspect.signature(theirs).parameters)
+    keywords = tuple([keys.get(x, x) for x in factory.keywords])
+    parameters, fields = dict(inspect.signature(theirs).parameters), dict[str, Any]()
     fixed = {key: True for key in names if key not in parameters}
     for key, own in inspect.signature(ours).parameters.items():
         if key not in {*parameters, *keys}:
             default = form.get(key, own.default)
             parameters[key] = own.replace(kind=own.KEYWORD_ONLY, default=default)
+    for x in parameters.values():
+        fields[x.name] = made_field(x.name, x.annotation, x.default)
+        fields[x.name].keyword = x.kind is x.KEYWORD_ONLY
     signature = inspect.Signature([*parameters.values()], return_annotation=None)
 
     def __init__(self: Any, *args: object, **kwargs: object) -> None:
@@ -55,13 +59,12 @@ def with_torchs_names(name: str, above: dict[str, Any], module: str) -> Any:
     __init__.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess]
         parameters=[self, *parameters.values()]
     )
-    own = {"keywords": keywords, "_our_names": names, "_fixed": fixed}
-    own["_declared"] = parameters
+    own = {"keywords": keywords, "_our_names": names, "_fixed": fixed, "_declared": fields}
     doc = f"`{name}` with torch.optim.{name}'s arguments; our other options are by name."
     own |= {"__init__": __init__, "__doc__": doc, "__module__": module}
     own |= {"add_param_group": add_param_group} if "dampening" in parameters else {}
     cls: Any = type(name, (base,), own)
-    cls._parameters = parameters
+    cls._arguments = fields
     if hasattr(theirs, "share_memory"):
         type.__setattr__(cls, "share_memory", share_memory)  # no part of the rule
     return cls

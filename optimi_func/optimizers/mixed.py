@@ -1,7 +1,5 @@
 """`Mixed`: one optimizer with several rules, chosen by the names of parameters."""
 
-import inspect
-from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, Unpack
 
 from torch import Tensor
@@ -11,7 +9,8 @@ from optimi_func.classes.base import BaseOptimizer
 from optimi_func.classes.evaluation import Evaluated
 from optimi_func.classes.fields import Params
 from optimi_func.classes.groups import Group
-from optimi_func.classes.options import Options, with_options
+from optimi_func.classes.options import with_options
+from optimi_func.core.rule import Options
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import TreeState
 from optimi_func.state import convert
@@ -138,7 +137,7 @@ class Mixed(Evaluated):
     ) -> tuple[type[FunctionalOptimizer], tuple[str, ...]]:
         for value in self._values:
             if rule_name(value) == group.get("rule"):
-                return type(value), keywords_of(type(value))
+                return type(value), value.keywords
         raise ValueError(
             f"a group has rule={group.get('rule')!r}: allowed are "
             f"{list(map(rule_name, self._values))}, and a parameter keeps its own"
@@ -377,13 +376,7 @@ def _checked_value(value: object) -> FunctionalOptimizer:
 
 def _numbers_of(value: FunctionalOptimizer) -> Group:
     """Return the keyword arguments with which a pure optimizer was created."""
-    return {name: getattr(value, name) for name in keywords_of(type(value))}
-
-
-@lru_cache(64)
-def keywords_of(factory: type[FunctionalOptimizer]) -> tuple[str, ...]:
-    """Return the names of the options that an optimizer's factory accepts."""
-    return tuple(inspect.signature(factory).parameters)
+    return {name: getattr(value, name) for name in value.keywords}
 
 
 def _of_rule(state_dict: StateDict, rule: str) -> StateDict:

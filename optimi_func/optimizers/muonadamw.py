@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from optimi_func.classes.groups import by_pattern, param_groups_by_name
-from optimi_func.classes.options import Options, with_options
+from optimi_func.classes.options import with_options
 from optimi_func.core.checks import check_number
 from optimi_func.core.layout import as_layout, sides
 from optimi_func.core.lists import grouped
-from optimi_func.optimizers.adam import adamw
-from optimi_func.optimizers.mixed import Mixed, Named, Part, keywords_of, rule_name
-from optimi_func.optimizers.muon import TABLES, muon
-from optimi_func.optimizers.normuon import normuon
+from optimi_func.core.rule import Options
+from optimi_func.optimizers.adam import AdamW, adamw
+from optimi_func.optimizers.mixed import Mixed, Named, Part, rule_name
+from optimi_func.optimizers.muon import TABLES, Muon, muon
+from optimi_func.optimizers.normuon import NorMuon, normuon
 from optimi_func.pure.functional import FunctionalOptimizer, Number
 from optimi_func.state.convert import Group, without_wrappers
 
@@ -206,7 +207,7 @@ def MuonAdamW(  # noqa: D417
     made = partial(_made, lr, max_lr)
     parts = [(Named(names), made(*rules[how.kind], *how)) for how, names in kinds]
     _log_choice(model, chosen, warns=hidden is None)
-    known = {*keywords_of(adamw), *keywords_of(muon if row_beta is None else normuon)}
+    known = {*AdamW.keywords, *(Muon if row_beta is None else NorMuon).keywords}
     groups = _groups(model, elsewhere, overrides or {}, known)
     optimizer = Mixed(groups, *parts, **options)
     by_name = {"lr_multipliers": lr_multipliers, "split": split, "overrides": overrides}

@@ -3,10 +3,11 @@
 `functional` describes its trees; the optimizers themselves are in `optimizers`.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Self, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ from optimi_func.core.rule import (
     derived,
 )
 from optimi_func.core.storage import seed_in, storage_of
-from optimi_func.pure.casts import Casts, Kept, called, resolve, resolve_tree
+from optimi_func.pure.casts import PLAIN, Casts, Kept, called, resolve, resolve_tree
 from optimi_func.pure.tree import (
     NO_RUNNING,
     FlatTree,
@@ -50,15 +51,56 @@ from optimi_func.pure.tree import (
     TreeState,
     broadcast,
     init_tree,
+    path_of,
     running_tensors,
     unflatten,
 )
 
 # A number, or a schedule from the 0-based step to one.
 Number: TypeAlias = Scalar | Callable[[Tensor], Scalar]
+Decay: TypeAlias = Literal["decoupled", "l2", "proximal", "own"]
 T = TypeVar("T")
 
 _NUMBERS = {float, int, bool, type(None)}
+# Hyperparameters that may be trees with a number for each part of the parameters.
+RATES = ("lr", "weight_decay")
+
+
+class Owner(Protocol):
+    """The interface of the class body in which the rule of a pure optimizer is written.
+
+    `rules.Body` has this interface. It is not imported, because it is in a folder above
+    this one. A class body may also have the methods `check`, `init` and `mistakes`.
+    """
+
+    _name: ClassVar[str]
+    _lr: ClassVar[Literal["factor", "inside"]]
+    _usual: ClassVar[Decay]
+    _own: ClassVar[dict[str, Any]]  # fields, by name
+    _choices: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def bare(cls, values: Mapping[str, object]) -> Any:
+        """Return an instance with hyperparameters as attributes, and nothing else."""
+        ...
+
+    @classmethod
+    def with_values(cls, value: "FunctionalOptimizer") -> Any:
+        """Return an instance with the hyperparameters of a value as attributes."""
+        ...
+
+    @classmethod
+    def _rule_with(cls, value: "FunctionalOptimizer") -> Rule:
+        """Return the rule for the static options of a value."""
+        ...
+
+
+def _read(x: object) -> object:
+    return x.item() if isinstance(x, Tensor) and checks.value_of(x) is not None else x
+
+
+def _double(x: float) -> Tensor:
+    return torch.tensor(x, dtype=torch.float64, device="cpu")
 
 
 def _leaves(tree: PyTree) -> Sequence[object]:
@@ -101,6 +143,12 @@ class FunctionalOptimizer(Kept):
         TypeError: A hyperparameter is not a number.
     """
 
+    # The class body in which the rule is written.
+    owner: ClassVar[type[Owner]]
+    # Names of the hyperparameters, lr first.
+    keywords: ClassVar[tuple[str, ...]] = ()
+    # Defaults of those that take numbers.
+    number_defaults: ClassVar[Mapping[str, object]] = {}
     # Keywords that take no number, so that `check` alone can check them.
     choices: ClassVar[tuple[str, ...]] = ()
     # Names of an entry's tensors, in any of its forms.
@@ -121,13 +169,26 @@ class FunctionalOptimizer(Kept):
 
     @derived
     def rule(self) -> Rule:
-        """The mathematics of the optimizer."""
-        raise NotImplementedError
+        """The mathematics, a rule for each combination of static options."""
+        return self.owner._rule_with(self)
 
     @derived
     def init_numbers(self) -> Numbers:
-        """The hyperparameters for `Rule.init`, or None if it reads none."""
-        return None
+        """The hyperparameters before the first step, or None if the class has no `init`."""
+        if not hasattr(self.owner, "init"):
+            return None
+        # torch.compile cannot trace `has_numbers`, and a trace stores no numbers.
+        plain = not torch.compiler.is_compiling() and self.has_numbers
+        numbers = self.numbers
+        if not self.owner._name:  # an own init may read rates that no other method reads
+            rates: dict[str, Any] = {name: getattr(self, name) for name in RATES}
+            numbers = rates | numbers
+            plain = plain and PLAIN.issuperset(map(type, rates.values()))
+        numbers = resolve_tree("a number", numbers, _double(0.0))
+        # Each pure step checks its state by them. Tensors may belong to a transformation.
+        if plain:
+            self.__dict__["init_numbers"] = numbers
+        return numbers
 
     @property
     def shape_numbers(self) -> Numbers:
@@ -137,22 +198,17 @@ class FunctionalOptimizer(Kept):
     @derived
     def decay(self) -> DecayKind:
         """The kind of weight decay: see the table of `core.leaf.rates`."""
-        return self._decay_kind("decoupled")
-
-    @property
-    def needs_max_lr(self) -> bool:
-        """True if decay depends on max_lr."""
-        return self.decouple_lr or self.corrected_decay
-
-    def _decay_kind(
-        self, usual: Literal["l2", "own", "decoupled", "proximal"]
-    ) -> DecayKind:
-        """Return the kind of decay, given that without decouple_lr and corrected_decay."""
+        usual = self.owner.with_values(self).usual_decay()
         if self.decouple_lr:
             return "fully proximal" if usual == "proximal" else "fully"
         if self.corrected_decay:
             return "corrected proximal" if usual == "proximal" else "corrected"
         return usual
+
+    @property
+    def needs_max_lr(self) -> bool:
+        """True if decay depends on max_lr."""
+        return self.decouple_lr or self.corrected_decay
 
     @derived
     def numbers(self) -> dict[str, Any]:
@@ -161,6 +217,15 @@ class FunctionalOptimizer(Kept):
         The values are floats, tensors, schedules and bools.
         """
         return {name: getattr(self, name) for name in self.rule.numbers}
+
+    @property
+    def _values(self) -> dict[str, object]:
+        """The hyperparameters, and the names of those that methods have read of them."""
+        own = self.__dict__
+        values = {name: own[name] for name in self.keywords}
+        if not torch.compiler.is_compiling():
+            values["_read"] = self.__dict__.setdefault("_read", set[str]())
+        return values
 
     @property
     def narrow_betas(self) -> tuple[Number, ...]:
@@ -196,7 +261,10 @@ class FunctionalOptimizer(Kept):
         """Return the rates of a step; if max_lr is None, lr is the largest."""
         top = lr if max_lr is None else max_lr
         kind = (self.decay, top, self.maximize, self.cautious_decay, self.cautious)
-        return rates(lr, weight_decay, *kind)
+        found = rates(lr, weight_decay, *kind)
+        if self.owner._lr == "factor":
+            return found
+        return found._replace(lr=1.0, undecayed_lr=found.undecayed_lr and (1.0,))
 
     @cached_property
     def rates_now(self) -> Rates:
@@ -214,10 +282,22 @@ class FunctionalOptimizer(Kept):
         self.check()
         if not torch.compiler.is_compiling():
             self.__dict__.update(rule=self.rule, decay=self.decay, numbers=self.numbers)
+            # What a schedule's number at one step does not change.
+            self.__dict__["chosen"] = self.chosen
+
+    @derived
+    def chosen(self) -> dict[str, object]:
+        """The choices."""
+        names = self.owner._choices
+        instance = self.owner.bare(self._values) if names else None
+        with self._naming_schedules("a choice"):
+            found = {name: getattr(instance, name) for name in names}
+        # Of a tensor: methods are traced for the value that it has at this step.
+        return {k: _read(x) for k, x in found.items()}
 
     def __getstate__(self) -> dict[str, object]:
         """Return the fields, because a copy of a cached rule would be another rule."""
-        return {f.name: self.__dict__[f.name] for f in fields(self)}
+        return {name: self.__dict__[name] for name in self.keywords}
 
     def __repr__(self) -> str:
         """Return the call that makes it: lr, and what differs from the defaults."""
@@ -230,10 +310,16 @@ class FunctionalOptimizer(Kept):
             or type(x) is not type(f.default)
             or x != f.default
         ]
-        return f"{type(self).__name__}({', '.join(texts)})"
+        name = type(self).__name__ + ("" if self.owner._name else ".pure")
+        return f"{name}({', '.join(texts)})"
 
     def with_lr(self, lr: float) -> Self:
-        """Return the optimizer with another learning rate; only this is checked."""
+        """Return the optimizer with another learning rate.
+
+        Where the class's `check`, choices or decay have read lr, they are asked again.
+        """
+        if "lr" in self.__dict__.get("_read", ()):
+            return replace(self, lr=lr)
         checks.check_number("learning rate", "lr", lr)
         changed = object.__new__(type(self))
         values = changed.__dict__
@@ -245,10 +331,75 @@ class FunctionalOptimizer(Kept):
             values["rates_now"] = changed.rates(lr, decay, self.max_lr)
         if self.needs_max_lr:
             changed._check_max_lr()
+        if "lr" in self.numbers or not self.owner._name:  # init may read it
+            changed.__dict__.pop("init_numbers", None)
         return changed
 
     def check(self) -> None:
-        """Raise if a hyperparameter is out of range; subclasses check their own too."""
+        """Raise if a hyperparameter is out of range, or if the class's `check` raises."""
+        where = type(self).__name__
+        for name in self.choices:
+            x, usual = getattr(self, name), getattr(type(self), name, callable)
+            if isinstance(x, Tensor) or (callable(x) and not callable(usual)):
+                raise TypeError(
+                    f"{where}: {name}={checks.shown(x)}, but {name} is static: a tensor or "
+                    "a schedule needs a field whose default is a float"
+                )
+        if not torch.compiler.is_compiling():
+            self.__dict__["rule"] = self.rule  # which is looked up once
+        rule, means = self.rule, self.rule.means
+        takes = means is not None and means.divides == "sum"
+        parts = {"measure": rule.measure, "sums": rule.join, "divisor(decay)": takes}
+        if self.cautious and (found := [name for name, x in parts.items() if x]):
+            raise ValueError(f"{where}: cautious=True with {found[0]}: allowed is False")
+        self._check_decay()
+        self._check_shared()
+        # A class's `check` sets the bounds of fields that have none of their own.
+        bound = not hasattr(self.owner, "check")
+        for option in self.owner._own.values():
+            if option.name not in RATES:  # checked before, and may be a prefix of the tree
+                option.check(getattr(self, option.name), bound or not option.plain)
+        if not bound:
+            with self._naming_schedules("check"):
+                self.owner.with_values(self).check()
+
+    @contextmanager
+    def _naming_schedules(self, what: str) -> Generator[None]:
+        """Say which schedule a method has read that an error of Python comes from."""
+        try:
+            yield
+        except TypeError as error:
+            read = self.__dict__.get("_read", ())
+            # Choices are read too, and are no hyperparameters of this value.
+            found = [k for k in sorted(read) if callable(getattr(self, k, None))]
+            if not found:
+                raise
+            raise TypeError(
+                f"{type(self).__name__}: {what} reads {found[0]}, which is a schedule "
+                f"({error}): allowed are numbers, as a class's param groups have them at "
+                "each step, or to read it in `coeffs` or `direction`"
+            ) from error
+
+    def _check_decay(self) -> None:
+        """Raise for options of decay, and cautious=True, that the move would not follow."""
+        rule, own = self.rule, self.owner._usual == "own"
+        reads = "weight_decay" in rule.numbers
+        if not (rule.replaces or own or reads):
+            return
+        why = 'class line has decay="own"' if own else "methods read self.weight_decay"
+        why = "`after` leaves out u" if rule.replaces else why
+        names = ["decouple_lr", "corrected_decay", "cautious_decay"]
+        names += ["cautious"] if rule.replaces else []
+        found = [f"{name}=True" for name in names if getattr(self, name)]
+        decays = any(map(checks.is_on, _leaves(self.weight_decay)))
+        if decays and not reads and self.decay != "l2":
+            found.append(f"weight_decay={checks.shown(self.weight_decay)}")
+        if found:
+            where = f"{type(self).__name__}: {found[0]}"
+            raise ValueError(f"{where}, but its {why}: allowed is the default")
+
+    def _check_shared(self) -> None:
+        """Raise if a hyperparameter that all optimizers have is out of range."""
         for lr in _leaves(self.lr):
             checks.check_number("learning rate", "lr", lr)
         for decay in _leaves(self.weight_decay):
@@ -294,12 +445,15 @@ class FunctionalOptimizer(Kept):
 
     def likely_mistakes(self) -> list[str]:
         """Return warnings of options, but decay, that are probably a mistake."""
-        if self.max_lr is None or self.needs_max_lr:
-            return []
-        return [
-            f"max_lr={self.max_lr} has no effect without decouple_lr=True (or "
-            "corrected_decay=True)."
-        ]
+        texts: list[str] = []
+        if self.max_lr is not None and not self.needs_max_lr:
+            texts.append(
+                f"max_lr={self.max_lr} has no effect without decouple_lr=True (or "
+                "corrected_decay=True)."
+            )
+        if hasattr(self.owner, "mistakes"):
+            texts += self.owner.with_values(self).mistakes()
+        return texts
 
     @property
     def unscaled_decays(self) -> list[tuple[DecayKind, object]]:
@@ -366,7 +520,13 @@ class FunctionalOptimizer(Kept):
         return state
 
     def step(
-        self, params: T, grads: PyTree, state: TreeState, *, rewrite: Rewrite | None = None
+        self,
+        params: T,
+        grads: PyTree,
+        state: TreeState,
+        *,
+        rewrite: Rewrite | None = None,
+        **extras: PyTree,
     ) -> tuple[T, TreeState]:
         """Return the parameters and the state after one step.
 
@@ -379,17 +539,45 @@ class FunctionalOptimizer(Kept):
             state: The state that `init(params)` or the previous step returned.
             rewrite: A function that changes the updates before they are added to the
                 parameters. `transforms.chain` passes such a function.
+            **extras: The extra arguments of the rule's `direction`, by name. Each extra is
+                a pytree with a tensor for each parameter, or one number for all parameters.
 
         Returns:
             (params, state): The updated parameters, and the state for the next step.
 
         Raises:
-            TypeError: A parameter is not a dense floating-point or complex tensor, or
+            TypeError: An extra is missing, `direction` has no argument with the name of an
+                extra, a parameter is not a dense floating-point or complex tensor, or
                 `state` is not a `TreeState`.
-            ValueError: The trees differ in structure, or a gradient or a state does not fit
-                its parameter.
+            ValueError: The trees differ in structure, or a gradient, a state or an extra
+                does not fit its parameter.
         """
-        return self._step(FlatTree.of(params, grads, state).check(self), rewrite)
+        if (extras or self.rule.extras) and self.rule.lacks(extras):
+            raise TypeError(
+                f"the step of {type(self).__name__} got the extras {sorted(extras)}: its "
+                f"direction takes {sorted(self.rule.extras)} (extras are its arguments but "
+                "g, s, t, x, z, r and c)"
+            )
+        tree = FlatTree.of(params, grads, state).check(self)
+        if not self.rule.given:
+            return self._step(tree, rewrite)
+        leaf_extras: list[dict[str, Any]] = [{} for _ in tree.leaves]
+        for i, p in enumerate(tree.leaves if "z" in self.rule.given else ()):
+            leaf_extras[i]["z"] = Noise(cast(Any, self).seed, state.step, i, p)
+        usual = {k: _double(x) for k, x in self.rule.usual.items()}
+        for name, extra in {**usual, **extras}.items():
+            rows, at = broadcast(name, extra, tree)
+            for i, p in enumerate(tree.leaves):
+                x = rows[at[i]]
+                x = _double(x) if isinstance(x, float) else x
+                leaf_extras[i][name] = x
+                shapes = [(), *([] if name in self.rule.single else [tuple(p.shape)])]
+                if isinstance(x, Tensor) and tuple(x.shape) not in shapes:
+                    raise ValueError(
+                        f"{name}{path_of(params, i)} has the shape {tuple(x.shape)}, and "
+                        f"its parameter {tuple(p.shape)}: allowed are {shapes}"
+                    )
+        return self._step(tree, rewrite, leaf_extras)
 
     def _step(
         self,

@@ -27,7 +27,6 @@ from optimi_func.rules.arithmetic import rounded as rounded
 from optimi_func.rules.arithmetic import where as where
 from optimi_func.rules.body import Body as Body
 from optimi_func.rules.body import Coupled as Coupled
-from optimi_func.rules.body import OwnRule as OwnRule
 from optimi_func.rules.body import choice as choice
 from optimi_func.rules.body import functions as functions
 from optimi_func.rules.methods import Move as Move

@@ -4,9 +4,8 @@ import inspect
 import sys
 import warnings
 from abc import ABCMeta
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
-from dataclasses import KW_ONLY, InitVar, dataclass, field, make_dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, field, fields, make_dataclass
 from functools import wraps
 from itertools import chain
 from typing import (
@@ -16,10 +15,8 @@ from typing import (
     Concatenate,
     Generic,
     Literal,
-    NoReturn,
     ParamSpec,
     Protocol,
-    Self,
     TypeAlias,
     TypeVar,
     cast,
@@ -27,37 +24,17 @@ from typing import (
 )
 
 import torch
-from torch import Tensor, optim
-from torch.utils._pytree import tree_leaves
+from torch import optim
 
 from optimi_func.classes.base import BaseOptimizer
-from optimi_func.classes.fields import EMPTY, Field, Params, made_field, read
-from optimi_func.classes.groups import TORCHS
-from optimi_func.core.checks import bind_call, is_on, shown, value_of
-from optimi_func.core.philox import Noise
-from optimi_func.core.rule import (
-    DecayKind,
-    Numbers,
-    PyTree,
-    Rates,
-    Rule,
-    Scalar,
-    StorageLike,
-    derived,
-)
+from optimi_func.classes.fields import EMPTY, Field, Params, read
+from optimi_func.core.checks import bind_call
+from optimi_func.core.rule import PyTree, Rule, StorageLike
 from optimi_func.core.storage import storage_of
 from optimi_func.core.torch_private import constant_in_graphs
 from optimi_func.execution.trees import step, step_
-from optimi_func.pure.casts import PLAIN, resolve_tree
-from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import (
-    FlatTree,
-    Rewrite,
-    TreeState,
-    broadcast,
-    init_tree,
-    path_of,
-)
+from optimi_func.pure.functional import RATES, Decay, FunctionalOptimizer
+from optimi_func.pure.tree import TreeState, init_tree
 from optimi_func.rules.helping import (
     example_of_value,
     help_of_init,
@@ -65,12 +42,11 @@ from optimi_func.rules.helping import (
     help_of_value,
     named,
 )
-from optimi_func.rules.methods import NAMES, RATES, Methods, first_values, init_draws
-from optimi_func.state.convert import Counterparts
+from optimi_func.rules.methods import NAMES, Methods, first_values, init_draws
+from optimi_func.state.convert import TORCHS, Counterparts
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Decay: TypeAlias = Literal["decoupled", "l2", "proximal", "own"]
 LrIs: TypeAlias = Literal["factor", "inside"]
 # In place of a value for which methods are not traced, because it may be any number.
 NUMBER = "any number"
@@ -102,221 +78,6 @@ class choice(Generic[T]):
         instance.__dict__[self.name] = x
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class OwnRule(FunctionalOptimizer):
-    """Base class of pure optimizers that are made from a class, such as `SignSGD.pure`."""
-
-    owner: ClassVar[type["Body"]]
-
-    @derived
-    def rule(self) -> Rule:
-        """The mathematics, a rule for each combination of static options."""
-        owner, statics = self.owner, self.owner.statics_of(self)
-        _trace(owner, statics)
-        return owner._rules[key_of(statics)]
-
-    @derived
-    def decay(self) -> DecayKind:
-        """The kind of weight decay."""
-        return self._decay_kind(self.owner.with_values(self).usual_decay())
-
-    def rates(self, lr: Scalar, weight_decay: Scalar, max_lr: Scalar | None) -> Rates:
-        """Return the rates of a step; if max_lr is None, lr is the largest."""
-        rates = super().rates(lr, weight_decay, max_lr)
-        if self.owner._lr == "factor":
-            return rates
-        return rates._replace(lr=1.0, undecayed_lr=rates.undecayed_lr and (1.0,))
-
-    def __post_init__(self) -> None:
-        """Keep what a schedule's number at one step does not change."""
-        super().__post_init__()
-        if not torch.compiler.is_compiling():
-            self.__dict__["chosen"] = self.chosen
-
-    @derived
-    def chosen(self) -> dict[str, object]:
-        """The choices."""
-        names = self.owner._choices
-        instance = self.owner.bare(self._values) if names else None
-        with self._naming_schedules("a choice"):
-            found = {name: getattr(instance, name) for name in names}
-        # Of a tensor: methods are traced for the value that it has at this step.
-        return {k: _read(x) for k, x in found.items()}
-
-    def __repr__(self) -> str:
-        """Return the call that makes it, without defaults."""
-        text = super().__repr__()
-        return text if self.owner._name else text.replace("(", ".pure(", 1)
-
-    def check(self) -> None:
-        """Raise if a hyperparameter is out of range, or if the class's `check` raises."""
-        where = type(self).__name__
-        for name in self.choices:
-            x, usual = getattr(self, name), getattr(type(self), name, callable)
-            if isinstance(x, Tensor) or (callable(x) and not callable(usual)):
-                raise TypeError(
-                    f"{where}: {name}={shown(x)}, but {name} is static: a tensor or a "
-                    "schedule needs a field whose default is a float"
-                )
-        if not torch.compiler.is_compiling():
-            self.__dict__["rule"] = self.rule  # which is looked up once
-        rule, means = self.rule, self.rule.means
-        takes = means is not None and means.divides == "sum"
-        parts = {"measure": rule.measure, "sums": rule.join, "divisor(decay)": takes}
-        if self.cautious and (found := [name for name, x in parts.items() if x]):
-            raise ValueError(f"{where}: cautious=True with {found[0]}: allowed is False")
-        self._check_decay()
-        super().check()
-        # A class's `check` sets the bounds of fields that have none of their own.
-        bound = not hasattr(self.owner, "check")
-        for option in self.owner._own.values():
-            if option.name not in RATES:  # checked before, and may be a prefix of the tree
-                option.check(getattr(self, option.name), bound or not option.plain)
-        if not bound:
-            with self._naming_schedules("check"):
-                self.owner.with_values(self).check()
-
-    @contextmanager
-    def _naming_schedules(self, what: str) -> Generator[None]:
-        """Say which schedule a method has read that an error of Python comes from."""
-        try:
-            yield
-        except TypeError as error:
-            read = self.__dict__.get("_read", ())
-            # Choices are read too, and are no hyperparameters of this value.
-            found = [k for k in sorted(read) if callable(getattr(self, k, None))]
-            if not found:
-                raise
-            raise TypeError(
-                f"{type(self).__name__}: {what} reads {found[0]}, which is a schedule "
-                f"({error}): allowed are numbers, as a class's param groups have them at "
-                "each step, or to read it in `coeffs` or `direction`"
-            ) from error
-
-    def _check_decay(self) -> None:
-        """Raise for options of decay, and cautious=True, that the move would not follow."""
-        rule, own = self.rule, self.owner._usual == "own"
-        reads = "weight_decay" in rule.numbers
-        if not (rule.replaces or own or reads):
-            return
-        why = 'class line has decay="own"' if own else "methods read self.weight_decay"
-        why = "`after` leaves out u" if rule.replaces else why
-        names = ["decouple_lr", "corrected_decay", "cautious_decay"]
-        names += ["cautious"] if rule.replaces else []
-        found = [f"{name}=True" for name in names if getattr(self, name)]
-        decays = any(map(is_on, tree_leaves(self.weight_decay)))
-        if decays and not reads and self.decay != "l2":
-            found.append(f"weight_decay={shown(self.weight_decay)}")
-        if found:
-            where = f"{type(self).__name__}: {found[0]}"
-            raise ValueError(f"{where}, but its {why}: allowed is the default")
-
-    @derived
-    def init_numbers(self) -> Numbers:
-        """The hyperparameters before the first step, or None if the class has no `init`."""
-        if not hasattr(self.owner, "init"):
-            return None
-        # torch.compile cannot trace `has_numbers`, and a trace stores no numbers.
-        plain = not torch.compiler.is_compiling() and self.has_numbers
-        numbers = self.numbers
-        if not self.owner._name:  # an own init may read rates that no other method reads
-            rates: dict[str, Any] = {name: getattr(self, name) for name in RATES}
-            numbers = rates | numbers
-            plain = plain and PLAIN.issuperset(map(type, rates.values()))
-        numbers = resolve_tree("a number", numbers, _double(0.0))
-        # Each pure step checks its state by them. Tensors may belong to a transformation.
-        if plain:
-            self.__dict__["init_numbers"] = numbers
-        return numbers
-
-    def with_lr(self, lr: float) -> Self:
-        """Return the optimizer with another learning rate.
-
-        Where the class's `check`, choices or decay have read lr, they are asked again.
-        """
-        if "lr" in self.__dict__.get("_read", ()):
-            return replace(self, lr=lr)
-        changed = super().with_lr(lr)
-        if "lr" in self.numbers or not self.owner._name:  # init may read it
-            changed.__dict__.pop("init_numbers", None)
-        return changed
-
-    @property
-    def _values(self) -> dict[str, object]:
-        """The hyperparameters, and the names of those that methods have read of them."""
-        own = self.__dict__
-        values = {name: own[name] for name in self.__dataclass_fields__ if name in own}
-        if not torch.compiler.is_compiling():
-            values["_read"] = self.__dict__.setdefault("_read", set[str]())
-        return values
-
-    def likely_mistakes(self) -> list[str]:
-        """Return warnings of options that are allowed, but probably a mistake."""
-        texts = super().likely_mistakes()
-        if hasattr(self.owner, "mistakes"):
-            texts += self.owner.with_values(self).mistakes()
-        return texts
-
-    def step(
-        self,
-        params: T,
-        grads: PyTree,
-        state: TreeState,
-        *,
-        rewrite: Rewrite | None = None,
-        **extras: PyTree,
-    ) -> tuple[T, TreeState]:
-        """Return the parameters and the state after one step.
-
-        Args:
-            params: A floating-point or complex tensor, or any pytree of such tensors.
-            grads: The gradients: a pytree with the same structure as `params`. If a
-                gradient is None, its parameter and the parameter's state are returned
-                unchanged.
-            state: The state that `init(params)` or the previous step returned.
-            rewrite: A function that changes the updates before they are added to the
-                parameters. `transforms.chain` passes it.
-            **extras: The extra arguments of the rule's `direction`, by name. Each extra is
-                a pytree with a tensor for each parameter, or one number for all parameters.
-
-        Returns:
-            (params, state): The updated parameters, and the state for the next step.
-
-        Raises:
-            TypeError: An extra is missing, `direction` has no argument with the name of an
-                extra, a parameter is not a dense floating-point or complex tensor, or
-                `state` is not a `TreeState`.
-            ValueError: The trees differ in structure, or a gradient, a state or an extra
-                does not fit its parameter.
-        """
-        if (extras or self.rule.extras) and self.rule.lacks(extras):
-            raise TypeError(
-                f"the step of {type(self).__name__} got the extras {sorted(extras)}: its "
-                f"direction takes {sorted(self.rule.extras)} (extras are its arguments but "
-                "g, s, t, x, z, r and c)"
-            )
-        tree = FlatTree.of(params, grads, state).check(self)
-        if not self.rule.given:
-            return self._step(tree, rewrite)
-        leaf_extras: list[dict[str, Any]] = [{} for _ in tree.leaves]
-        for i, p in enumerate(tree.leaves if "z" in self.rule.given else ()):
-            leaf_extras[i]["z"] = Noise(cast(Any, self).seed, state.step, i, p)
-        usual = {k: _double(x) for k, x in self.rule.usual.items()}
-        for name, extra in {**usual, **extras}.items():
-            rows, at = broadcast(name, extra, tree)
-            for i, p in enumerate(tree.leaves):
-                x = rows[at[i]]
-                x = _double(x) if isinstance(x, float) else x
-                leaf_extras[i][name] = x
-                shapes = [(), *([] if name in self.rule.single else [tuple(p.shape)])]
-                if isinstance(x, Tensor) and tuple(x.shape) not in shapes:
-                    raise ValueError(
-                        f"{name}{path_of(params, i)} has the shape {tuple(x.shape)}, and "
-                        f"its parameter {tuple(p.shape)}: allowed are {shapes}"
-                    )
-        return self._step(tree, rewrite, leaf_extras)
-
-
 @constant_in_graphs
 def _trace(cls: "type[Body]", statics: tuple[object, ...]) -> bool:
     """Trace the methods, if they are new. A graph being compiled calls this at once."""
@@ -326,29 +87,12 @@ def _trace(cls: "type[Body]", statics: tuple[object, ...]) -> bool:
     return True
 
 
-class _Rate:
-    """lr of an instance that has values, where the class declares no field for it."""
-
-    def __get__(self, instance: Any, owner: object) -> Any:
-        if instance is None:
-            return self
-        if "lr" not in instance.__dict__:
-            raise AttributeError(
-                f"{type(instance).__name__!r} object has no attribute 'lr'"
-            )
-        return read(instance.__dict__, "lr")
-
-    # Without this, an item of `__dict__` would be read unseen.
-    def __set__(self, instance: Any, x: object) -> None:
-        instance.__dict__["lr"] = x
-
-
 class PureOf:
     """The type of a class's `pure`, whose keywords are the constructor's."""
 
     def __get__(
         self, instance: object, owner: Callable[Concatenate[Params, P], object]
-    ) -> Callable[P, OwnRule]: ...
+    ) -> Callable[P, FunctionalOptimizer]: ...
 
 
 class BodyType(ABCMeta):
@@ -384,6 +128,7 @@ class Body(BaseOptimizer, metaclass=BodyType):
     # True: `whole` maps each matrix of a stack by itself.
     maps_matrices: ClassVar[bool] = False
     _name: ClassVar[str] = ""
+    _reads_fields = True
     _own: ClassVar[dict[str, Field[object, object]]] = {}
     _choices: ClassVar[tuple[str, ...]] = ()
     _rules: ClassVar[dict[tuple[object, ...], Rule]] = {}
@@ -406,6 +151,8 @@ class Body(BaseOptimizer, metaclass=BodyType):
         if name or {decay, lr} != {EMPTY} or _new_names(cls, base):
             cls._name, cls._lr = name, cls._lr if lr is EMPTY else lr
             cls._usual = cls._usual if decay is EMPTY else decay
+            _check_names(cls)
+            super().__init_subclass__()
             cls._define()
         else:
             super().__init_subclass__()
@@ -417,18 +164,19 @@ class Body(BaseOptimizer, metaclass=BodyType):
             text = f"{cls.__name__}.means is called divisor now, and means until 0.3"
             warnings.warn(text, DeprecationWarning, stacklevel=4)
             cls.divisor = former
-        every = [pair for base in reversed(cls.__mro__) for pair in vars(base).items()]
-        written, own = dict(every), {k: x for k, x in every if isinstance(x, Field)}
-        for name in own.keys() - vars(cls).keys():
-            if not hasattr(written[name], "__get__"):
-                setattr(cls, name, written[name])  # another default, of a mixin
-        cls._own = own
-        cls._own = {**own, **_own_fields(cls)}
+        bases = [vars(base) for base in reversed(cls.__mro__)]
+        every = [pair for own in bases for pair in own.get("_declared", {}).items()]
+        cls._own = {k: x for k, x in every if x.hyperparameter}
+        for option in cls._own.values():
+            if type(option.default).__hash__ is None:
+                where = f"{cls.__name__}.{option.name} = {option.default!r}"
+                raise TypeError(f"{where} may change: write a tuple")
+        written = {name: x for own in bases for name, x in own.items()}
         cls._choices = tuple(sorted(k for k, x in written.items() if isinstance(x, choice)))
         cls._rules, cls._known, traced = {}, [], hasattr(cls, "direction")
         made: Any = _pure(cls) if traced else _lacks_direction(cls)
         cls.factory = cls.pure = made
-        super().__init_subclass__()
+        cls._make_constructor()
         defaults = {option.name: option.default for option in cls._own.values()}
         if traced and cls.at_definition and EMPTY not in defaults.values():
             # Choices may read lr and weight_decay, also where these have no default.
@@ -447,12 +195,22 @@ class Body(BaseOptimizer, metaclass=BodyType):
         return instance
 
     @classmethod
-    def with_values(cls, value: OwnRule) -> Any:
+    def with_values(cls, value: FunctionalOptimizer) -> Any:
         """Return an instance with the hyperparameters of a value as attributes."""
         return cls.bare(value._values | value.chosen)
 
     @classmethod
-    def statics_of(cls, value: "OwnRule | Body") -> tuple[object, ...]:
+    def _rule_with(cls, value: FunctionalOptimizer) -> Rule:
+        """Return the rule for the static options of a value."""
+        if not hasattr(cls, "direction"):
+            text = f"{cls.__name__} has no direction(self, g, s): write this method"
+            raise TypeError(text)
+        statics = cls.statics_of(value)
+        _trace(cls, statics)
+        return cls._rules[key_of(statics)]
+
+    @classmethod
+    def statics_of(cls, value: "FunctionalOptimizer | Body") -> tuple[object, ...]:
         """Return what methods may branch on: static options, and choices."""
         statics: list[object] = []
         for option in cls._own.values():
@@ -518,20 +276,13 @@ class Body(BaseOptimizer, metaclass=BodyType):
 
 
 if not TYPE_CHECKING:
-    Body.lr = _Rate()
+    # lr of an instance that has values, where the class declares no field for it.
+    Body.lr = Body._arguments["lr"]
 
 
 def key_of(statics: tuple[object, ...]) -> tuple[object, ...]:
     """Return a key: 1, 1.0 and True are equal, but not the same."""
     return statics, repr(statics)
-
-
-def _read(x: object) -> object:
-    return x.item() if isinstance(x, Tensor) and value_of(x) is not None else x
-
-
-def _double(x: float) -> Tensor:
-    return torch.tensor(x, dtype=torch.float64, device="cpu")
 
 
 def _hashable(x: Any) -> Any:
@@ -554,60 +305,35 @@ def _new_names(cls: type, base: type) -> set[str]:
     return {name for name in names if name[:2] != "__"}
 
 
-def _own_fields(cls: type[Body]) -> dict[str, Field[object, object]]:
-    """Return the fields of a class body, and put them in the place of defaults."""
-    options: dict[str, Field[object, object]] = {}
-    annotations, keyword = inspect.get_annotations(cls), False
-    for name, x in vars(cls).items():
-        if name in {*cls._own, *RATES} - {*annotations} and not hasattr(x, "__get__"):
-            option = cls._own.get(name)  # another default
-            annotations[name] = float if option is None else option.argument
-    cls.__annotations__ = annotations
-    reserved = {*dir(Body), *Body._parameters, *TORCHS, "pure", "factory", "keywords"}
-    reserved -= {*RATES, "usual_decay"}
+def _check_names(cls: type[Body]) -> None:
+    """Raise if a field or a method has a name that is taken."""
+    annotations = inspect.get_annotations(cls)
+    reserved = {*dir(Body), *TORCHS, "pure", "factory", "keywords", *Body._arguments}
     if cls._name:
-        reserved = {*Body._parameters} - {*RATES}
-    for name in [*annotations, *(() if "keywords" in vars(cls) else vars(cls))]:
-        kind = annotations.get(name)
-        keyword = keyword or kind in (KW_ONLY, "KW_ONLY")
-        if name.startswith("_") or "ClassVar" in str(kind) or name in options:
+        reserved = {*Body._arguments}
+    fields = reserved | {*dir(FunctionalOptimizer)} | (set() if cls._name else NAMES)
+    # Methods may extend torch's, such as step. A class that is defined again, because a
+    # decorator wrote to it, has the names that this package gave to it.
+    methods = reserved - {*dir(optim.Optimizer)}
+    methods = set() if cls._name or "keywords" in vars(cls) else methods
+    for name in (*annotations, *vars(cls)):
+        refused = fields if name in annotations else methods
+        if name.startswith("_") or "ClassVar" in str(annotations.get(name)):
             continue
-        if name not in annotations:
-            refused = reserved - {*dir(optim.Optimizer)}  # methods may extend step
-        else:
-            refused = reserved | {*dir(OwnRule)} | (set() if cls._name else NAMES)
-        if name in refused - {*RATES} and not (cls._name and name not in annotations):
+        if name in refused - {*RATES, "usual_decay"}:
             raise TypeError(
                 f"{cls.__name__}.{name} is an option or a method of every optimizer, or an "
                 "argument of its methods: choose another name"
             )
-        if name not in annotations:
-            continue
-        if isinstance(kind, InitVar):
-            if name not in RATES:
-                continue  # of the class alone
-            kind = kind.type
-        options[name] = option = made_field(name, kind, cls.__dict__.get(name, EMPTY))
-        option.keyword = keyword
-        if type(option.default).__hash__ is None:
-            raise TypeError(
-                f"{cls.__name__}.{name} = {option.default!r} may change: write a tuple"
-            )
-        setattr(cls, name, option)
-    return options
 
 
-def _lacks_direction(cls: type[Body]) -> Callable[..., NoReturn]:
-    """Return the `pure` of a base, which raises."""
-
-    def raises(lr: object, **kwargs: object) -> NoReturn:
-        raise TypeError(f"{cls.__name__} has no direction(self, g, s): write this method")
-
-    raises.__signature__ = inspect.signature(lambda lr: None)  # pyright: ignore[reportFunctionMemberAccess]
-    return raises
+def _lacks_direction(cls: type[Body]) -> type[FunctionalOptimizer]:
+    """Return the `pure` of a base without a direction, whose values cannot be created."""
+    namespace = {"owner": cls, "keywords": ("lr",), "__module__": cls.__module__}
+    return type(cls.__name__, (FunctionalOptimizer,), namespace)
 
 
-def _pure(cls: type[Body]) -> type[OwnRule]:
+def _pure(cls: type[Body]) -> type[FunctionalOptimizer]:
     """Return the dataclass of the hyperparameters of a class."""
     coupled = {"decouple_wd": False} if cls._usual == "l2" else {}  # saved groups lack it
     counterparts = getattr(cls, "counterparts", None) or Counterparts(
@@ -616,13 +342,13 @@ def _pure(cls: type[Body]) -> type[OwnRule]:
     options = sorted(cls._own.values(), key=lambda x: x.keyword)
     name = cls._name
     written = chain(*[vars(base).values() for base in cls.__mro__])
-    value = make_dataclass(
+    value: Any = make_dataclass(
         name or cls.__name__,
         [
             (x.name, x.value, field() if x.default is EMPTY else field(default=x.default))
             for x in options
         ],
-        bases=(OwnRule,),
+        bases=(FunctionalOptimizer,),
         namespace={
             "owner": cls,
             "entry_fields": frozenset(chain(*[getattr(x, "_fields", ()) for x in written])),
@@ -636,16 +362,22 @@ def _pure(cls: type[Body]) -> type[OwnRule]:
         kw_only=True,
         repr=False,
     )
+    value.keywords = tuple([x.name for x in fields(value)])
+    value.number_defaults = {
+        x.name: x.default
+        for x in fields(value)
+        if x.type is not bool and x.name not in value.choices
+    }
     check_calls(value)
     signature = inspect.signature(value).replace(return_annotation=FunctionalOptimizer)
-    value.__signature__ = signature = named(signature)
-    value.__doc__ = help_of_value(cls, [*signature.parameters])
+    value.__signature__ = named(signature)
+    value.__doc__ = help_of_value(cls, [*value.keywords])
     return value
 
 
 def check_calls(factory: Any) -> None:
     """Name the factory in errors of its calls, and the keyword that was meant."""
-    original, names = factory.__init__, tuple(inspect.signature(factory).parameters)
+    original, names = factory.__init__, factory.keywords
 
     @wraps(original)
     def init(self: object, *args: object, **kwargs: object) -> None:
@@ -680,7 +412,7 @@ class InitFunction(Protocol):
 
 def functions(
     cls: Callable[Concatenate[Params, P], Body],
-) -> tuple[Callable[P, OwnRule], InitFunction, StepFunction[P]]:
+) -> tuple[Callable[P, FunctionalOptimizer], InitFunction, StepFunction[P]]:
     """Return the pure functions of a class, such as `lion`, `lion_init` and `lion_step`.
 
     `lion_init` has an argument for each option on which the state depends. The help text of
@@ -698,7 +430,7 @@ def functions(
     return value, _init_function(value), step_function(value)
 
 
-def _init_function(value: type[OwnRule]) -> InitFunction:
+def _init_function(value: Any) -> InitFunction:
     names, own = value.owner.shaping(), inspect.signature(value).parameters
 
     def init(params: PyTree, **options: Any) -> TreeState:

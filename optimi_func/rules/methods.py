@@ -39,10 +39,9 @@ from optimi_func.core.rule import (
     along_gradient,
 )
 from optimi_func.core.storage import encode, field_of
+from optimi_func.pure.functional import RATES
 from optimi_func.rules.arithmetic import as_scalar, is_scalar
 from optimi_func.rules.tracing import Number, Trace, check_elementwise, line_of
-
-RATES = ("lr", "weight_decay")
 
 
 class Method(NamedTuple):

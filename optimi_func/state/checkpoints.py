@@ -1,6 +1,5 @@
 """Methods that save and load state dicts: ours, torch.optim's, and pure states."""
 
-import inspect
 import threading
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -96,7 +95,7 @@ def _add_torchs_options(optimizer: Any, group: Group) -> set[str]:
     If an option of ours has another value than its default, neither is done: files lack a
     key for each class then, and loading raises.
     """
-    cls, usual = counterparts_of(optimizer).in_torch, optimizer._parameters
+    cls, usual = counterparts_of(optimizer).in_torch, optimizer._arguments
     if cls is None:
         return set()
     theirs = convert.torchs_options(counterparts_of(optimizer))
@@ -147,16 +146,14 @@ class Checkpoints(Optimizer):
     # that are others, as of optimi_func.optim.
     keywords: ClassVar[tuple[str, ...]]
     _our_names: ClassVar[Mapping[str, str]] = {}
-    _parameters: ClassVar[dict[str, inspect.Parameter]]  # the constructor's
+    _arguments: ClassVar[dict[str, Any]]  # the constructor's, each of them a `Field`
     _names: Names
     _fixed: ClassVar[Group] = {}  # what the constructor sets, and no state changes
     bound_of: Callable[[Group], FunctionalOptimizer]
     group_of: Callable[[Tensor], Group]
     named_groups: Callable[[], list[Group]]
     name_of: Callable[[Tensor], str | None]
-    _factory_of: Callable[
-        [Group], tuple[Callable[..., FunctionalOptimizer], tuple[str, ...]]
-    ]
+    _factory_of: Callable[[Group], tuple[type[FunctionalOptimizer], tuple[str, ...]]]
     _check_numbers: Callable[[Group], None]
     init_state: Callable[[], None]
     note_loaded: Callable[[], None]  # completes what was loaded
@@ -506,7 +503,7 @@ class Checkpoints(Optimizer):
         """Return the groups and entries that a saved state becomes, checked and copied."""
         groups: list[Group] = []
         made: dict[Tensor, Entry] = {}
-        flags = {k for k, x in self._parameters.items() if x.annotation is bool}
+        flags = {k for k, x in self._arguments.items() if x.argument is bool}
         flags, lost, empty = {*flags, "train_mode"}, list[object](), list[object]()
         every = self.param_groups, self.named_groups(), match.groups, match.entries
         for mine, named, options, entries in zip(*every):

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain, product
 from typing import Any, NamedTuple
@@ -14,15 +14,14 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.core import storage
 from optimi_func.core.checks import warn_user
-from optimi_func.core.rule import Rule
+from optimi_func.core.rule import Options, Rule
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import LeafState, TreeState, running_tensors
 
+# torch's options that are no fields here: groups have them if they were given.
+TORCHS = ("fused", "differentiable")
 # Options about how the step runs. They are not loaded from a file.
-POLICY = tuple(
-    "storage kahan_sum state_dtype compile foreach triton capturable gradient_release "
-    "fused differentiable".split()
-)
+POLICY = (*Options.__annotations__, *TORCHS)
 # torch's name of an option of Adam, NAdam and RAdam, and both names.
 DECAY = "decoupled_weight_decay"
 DECAYS = {DECAY: "decouple_wd"}
@@ -483,7 +482,7 @@ _ONE = torch.ones((), dtype=torch.float32, device="cpu")  # a step count
 @cache
 def _fields() -> set[str]:
     """Return the fields of the package's rules: in another's entry no wrapper's."""
-    values = chain(*[x.__subclasses__() for x in FunctionalOptimizer.__subclasses__()])
+    values = FunctionalOptimizer.__subclasses__()
     own = [x.entry_fields for x in values if x.__module__.startswith("optimi_func.")]
     return {*chain(*own)} - {"z"}  # which the wrapper of Schedule-Free's authors adds
 
@@ -570,7 +569,7 @@ def common(
     Either becomes a dict by parameter name then.
     """
     changed: dict[str, object] = {}
-    for name in (one.name for one in fields(bounds[0])):
+    for name in bounds[0].keywords:
         values = [getattr(bound, name) for bound in bounds]
         if all(x == values[0] for x in values):
             continue

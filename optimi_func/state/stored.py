@@ -359,9 +359,8 @@ def _is_steady(bound: FunctionalOptimizer) -> bool:
     for t in (2.0, 3.0):
         coeffs, _ = bound.rule.advance(t, 1.0, bound.rule.running(), called(bound, 1.0))
         coefficients.append([x for name, x in coeffs._asdict().items() if name != "whole"])
-    owner = getattr(bound, "owner", None)
     # Of an instance, because it may be a property.
-    mapped = getattr(owner and owner.with_values(bound), "whole", lambda: None)
+    mapped = getattr(bound.owner.with_values(bound), "whole", lambda: None)
     return coefficients[0] == coefficients[1] and "t" not in signature(mapped).parameters
 
 

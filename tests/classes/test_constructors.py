@@ -26,7 +26,7 @@ from optimi_func import (
     muon,
     prepare_for_gradient_release,
 )
-from optimi_func.classes.options import Options
+from optimi_func.core.rule import Options
 
 EAGER: dict[str, Any] = {"compile": False}
 CODES = (torch.uint8, torch.int64, torch.float8_e4m3fn, torch.complex64)

@@ -26,10 +26,8 @@ from optimi_func import (
     prepare_for_gradient_release,
     testing,
 )
-from optimi_func.classes import groups
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.execution import kernels
-from optimi_func.optimizers import mixed
 from optimi_func.rules import Optimizer, SecondMoment, Wide, check_number
 
 # Rules
@@ -427,8 +425,6 @@ def test_a_class_that_is_defined_again_is_freed() -> None:
         return [weakref.ref(cls), weakref.ref(cls.pure(lr=0.1).rule)]
 
     found = [use() for _ in range(3)]
-    mixed.keywords_of.cache_clear()  # keeps 64, as the other
-    groups.number_defaults.cache_clear()
     gc.collect()
     assert [x() for refs in found for x in refs] == [None] * 6
 

@@ -92,7 +92,7 @@ WRONG_STATES: dict[str, Callable[[Any], object]] = {
 def tampered(good: Any, optimizer: Any) -> list[tuple[str, Any]]:
     """Copies of a state, each with one thing wrong."""
     found: list[tuple[str, Any]] = []
-    usual = optimizer._parameters
+    usual = optimizer._arguments
     for key, value in good["param_groups"][0].items():
         plain = isinstance(value, int | float | tuple) and key not in FREE
         plain = plain and not (key == "decouple_wd" and PAIR <= {*good["param_groups"][0]})

@@ -1,15 +1,13 @@
 """A rule whose map of whole tensors reads parameters and moments, with two fields."""
 
-from dataclasses import KW_ONLY, InitVar, dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core.distributed import whole_field
 from optimi_func.core.math import moment
 from optimi_func.core.rule import Direction, MomentStorage, Rule, Scalar, Whole
-from optimi_func.pure.functional import FunctionalOptimizer
+from optimi_func.rules import Body, Float
 
 
 class State(NamedTuple):
@@ -53,19 +51,16 @@ mapped_rule: Rule = Rule(
 )
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class mapped(FunctionalOptimizer):
-    """The rule with its hyperparameters."""
+class Mapped(Body, name="mapped"):
+    """Its class, with the rule in the place of the one that is traced from `direction`."""
 
-    rule: ClassVar[Any] = mapped_rule
-
-
-class Mapped(BaseOptimizer):
-    """Its class."""
-
-    factory = mapped
     _positional = ()
-    lr: InitVar[float] = 0.1
-    weight_decay: InitVar[float] = 0.01
-    _: KW_ONLY
-    process_group: InitVar[Any] = None
+    lr: Float = Float(0.1)
+    weight_decay: Float = Float(0.01)
+
+    def direction(self, g: Tensor) -> Tensor:
+        return g
+
+
+mapped: Any = Mapped.pure
+mapped.rule = mapped_rule

@@ -380,8 +380,8 @@ class BaseOptimizer(Fields, Checkpoints):
                 params = [p for p in params if p.grad is not None]
                 grads = list(map(_grad, params))
             works.append(Work(group, params, grads))
-        if self._idle < 2 and not self.releases:
-            self._note_idle([p for work in works for p in work.params])
+        if self._empty_steps is not None and not self.releases:
+            self._note_empty_step([p for work in works for p in work.params])
         scaled = self.found_inf is not None or self.grad_scale is not None
         if (self.skips_steps or scaled) and not (works := finite_works(self, works)):
             return loss
@@ -397,7 +397,7 @@ class BaseOptimizer(Fields, Checkpoints):
     def _update(
         self, works: list[Work], request: Request, whole: bool = False
     ) -> dict[Tensor, Part]:
-        """Check everything, compile everything, and then write.
+        """Check all groups and compile their kernels, and then write.
 
         Args:
             works: The parameters to update and their gradients, by group.
@@ -638,7 +638,7 @@ class BaseOptimizer(Fields, Checkpoints):
         """
         self.check_train_mode("an update")
         check_unscaled(self)
-        self._idle = 2  # gradients need not be in p.grad
+        self._empty_steps = None  # gradients need not be in p.grad
         rows: dict[int, list[tuple[Tensor, Tensor, Microbatch]]] = {}
         groups: dict[int, Group] = {}
         for row in zip(params, grads, microbatches):
@@ -792,15 +792,21 @@ class BaseOptimizer(Fields, Checkpoints):
         """
         self.given = found_extras(self, extras, every=True)
 
-    def _note_idle(self, params: list[Tensor]) -> None:
-        """Warn at the second step of a distributed run if none of params has stepped."""
+    def _note_empty_step(self, params: list[Tensor]) -> None:
+        """Warn at the second step of a distributed run in which no parameter has stepped.
+
+        After the first step with gradients, which `params` then have, nothing is counted,
+        because steps without gradients may be intended, as those of an actor that waits.
+        """
         trained = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
         alone = not (distributed.is_available() and distributed.is_initialized())
+        count = (self._empty_steps or 0) + bool(trained)
         if alone or params or any_distributed(trained):
-            self._idle = 3  # from now on it is no mistake, as of an actor that waits
-        elif trained:
-            self._idle += 1
-        if self._idle == 2:
+            self._empty_steps = None
+        elif count < 2:
+            self._empty_steps = count
+        else:
+            self._empty_steps = None
             checks.warn_user(
                 f"{type(self).__name__} has taken two steps, and none of its "
                 f"{len(trained)} trainable parameters "
@@ -829,7 +835,8 @@ class BaseOptimizer(Fields, Checkpoints):
         """Make new caches, but for plans. They are not pickled."""
         self._bound: dict[int, tuple[Any, Any]] = {}
         self._plans: dict[object, ClassPlan] = self.__dict__.get("_plans", {})
-        self._has_stepped, self._idle = False, 0
+        self._has_stepped = False
+        self._empty_steps: int | None = 0  # None: they are not counted any more
         self._homes: dict[int, tuple[int, int]] = {}
         self._stepped: list[object] = []
         self._names: Names = self.__dict__.get("_names") or Names()
@@ -947,6 +954,14 @@ def _counting(capturable: bool, microbatches: list[Microbatch]) -> tuple[bool, b
 _RUNS = {"auto": "compiled if a compiler is found", "kernels": "compiled"}
 # Caches, and what others attach: a scheduler of torch's replaces `step` by a bound wrapper,
 # which cannot be pickled.
-_CACHES = ("_bound", "_plans", "_has_stepped", "_idle", "_homes", "_stepped", "_names")
+_CACHES = (
+    "_bound",
+    "_plans",
+    "_has_stepped",
+    "_empty_steps",
+    "_homes",
+    "_stepped",
+    "_names",
+)
 _HELD = ("_masters", "_versions", "holds_averages", "releases", "process_group")
 _LEFT = (*_CACHES, *_HELD, "step", "_zero_grad_profile_name", "_opt_called")

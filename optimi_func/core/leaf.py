@@ -1,4 +1,4 @@
-"""The update of one tensor: decode, direction, decay, lookahead, add.
+"""The update of one tensor in five stages: decode, rule, delta, add, encode.
 
 Pure: nothing passed in is written. Every executor calls `leaf_step`, so that executors
 differ in where they compute and write, but not in the formula.

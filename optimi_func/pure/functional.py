@@ -107,6 +107,17 @@ def _leaves(tree: PyTree) -> Sequence[object]:
     return (tree,) if type(tree) is float else pytree.tree_leaves(tree)
 
 
+def _without_inputs(state: Named, inputs: list[Any]) -> Named:
+    """Return a rule's State with copies in place of fields that are inputs of the step.
+
+    A rule may return a field unchanged, or an extra, but the results of a pure step share
+    no memory with its arguments.
+    """
+    ids = {*map(id, inputs)}
+    copies = [pytree.tree_map(torch.clone, x) if id(x) in ids else x for x in state]
+    return type(state)(*copies)
+
+
 @dataclass(frozen=True, kw_only=True)
 class FunctionalOptimizer(Kept):
     """A pure optimizer with fixed hyperparameters, for example `adamw(lr=1e-3)`.
@@ -470,7 +481,12 @@ class FunctionalOptimizer(Kept):
         return checks.stuck_betas(self.narrow_betas)
 
     def warn(self, tree: FlatTree) -> None:
-        """Warn of likely mistakes, and of moments of a tree that hardly move."""
+        """Warn of likely mistakes, and of moments of a tree that hardly move.
+
+        A step that torch.compile traces does not warn.
+        """
+        if torch.compiler.is_compiling():
+            return
         stuck = self._stuck and torch.bfloat16 in tree.moment_dtypes()
         checks.warn(self.mistakes + self._stuck if stuck else self.mistakes)
 
@@ -586,15 +602,13 @@ class FunctionalOptimizer(Kept):
         extras: list[dict[str, Tensor | Noise]] | None = None,
     ) -> tuple[PyTree, TreeState]:
         """Step; `extras` are what the rule is given besides for each leaf, by name."""
-        if not torch.compiler.is_compiling():
-            self.warn(tree)
+        self.warn(tree)
         scalars, at, running, cast = self._now(tree)
         half: Any = leaf_step if rewrite is None else leaf_move
         pairs = zip(tree.leaves, tree.states)
         old = [Leaf(p, s.rule_state, s.kahan_comp) for p, s in pairs]
         leaves, states = tree.leaves.copy(), tree.states.copy()
-        results: dict[int, Any] = {}
-        means: dict[int, list[Tensor]] = {}
+        results, means = dict[int, Any](), dict[int, list[Tensor]]()
         seeds = [None if x.comp is None else seed_in(x.comp) for x in old]
         if rewrite is extras is None and tree.runs_at_once():
             grads = [g if x is None else None for g, x in zip(tree.grads, seeds)]
@@ -623,15 +637,10 @@ class FunctionalOptimizer(Kept):
             new = rewrite([*us], [*xs])
             results = {i: adds[i](new[i]) for i in results}
         for i, new in results.items():
-            # A rule may return a field as it was, or an extra; results share no memory.
             inputs = [*states[i].rule_state, *(extras[i].values() if extras else ())]
-            rule_state = [
-                pytree.tree_map(torch.clone, x) if any([x is y for y in inputs]) else x
-                for x in new.state
-            ]
-            rule_state = type(new.state)(*rule_state)
             comp = new.comp if (seed := seeds[i]) is None else seed.clone()
-            leaves[i], states[i] = new.p, LeafState(rule_state, comp, running[i])
+            state = _without_inputs(new.state, inputs)
+            leaves[i], states[i] = new.p, LeafState(state, comp, running[i])
         if self.rule.join is not None and results:
             every = [scalars[i] for i in at]
             if extras:  # of which those of the first are those of all

@@ -1,9 +1,32 @@
 """The trace of a rule's methods, and the functions that are generated from it.
 
-A method runs once, on small example tensors and with a `Number` for each hyperparameter.
-The trace notes each call of torch. Calls that involve only numbers are made by the host, in
-double precision, once in a step. A number that meets a tensor becomes a coefficient. All
-other calls become a function of tensors and coefficients, which executors call and compile.
+A method of a class body runs once, on small example tensors, and with a `Number` in place
+of each hyperparameter and of the step number t. The `Trace`, a mode of torch, sees each
+call of a function or a method of torch, and notes it as a `Node`:
+
+- A call that involves only numbers is computed on the host, in double precision, once in
+  each step. Its result is another `Number`.
+- A number that is combined with a tensor becomes a coefficient of the step.
+- All other calls become part of a function of tensors and coefficients, which executors
+  call and compile.
+
+For example, the method
+
+    def direction(self, g, s):
+        m = self.beta * s.m + (1 - self.beta) * g
+        return m, self.State(m)
+
+becomes the two functions
+
+    def direction(x0, x1, x2, x3, x4):  # g, the parameter, s.m; beta and 1 - beta
+        v5 = x3 * x2
+        v6 = x4 * x0
+        v7 = v5 + v6
+        return (v7, v7, )
+
+    def coeffs(x0, x1):  # t, beta
+        v2 = 1 - x1
+        return (x1, v2, )
 """
 
 import operator
@@ -152,8 +175,8 @@ class Node:
 class Number(Node):
     """A hyperparameter, the step number, or what a method computes from these alone.
 
-    Its operators return a `Number`, or a tensor if the other operand is one. It has the
-    methods of a 0-d tensor, such as `sqrt`.
+    The operators of Python return a `Number` for two numbers, and a tensor for a number and
+    a tensor. A `Number` also has the methods of a 0-d tensor, such as `sqrt`.
     """
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -174,7 +197,7 @@ class Number(Node):
 
     @classmethod
     def __torch_function__(cls, fn: Any, types: object, args: Any, kwargs: Any) -> Any:
-        """Raise, because a mode comes before this, and a trace is one."""
+        """Raise an error. While a method is traced, torch calls the trace instead."""
         raise TypeError(f"{fn} is called with a number of a trace that has ended")
 
 
@@ -201,14 +224,19 @@ class Trace(TorchFunctionMode):
     def __init__(self, owner: str) -> None:
         super().__init__()
         self.owner, self.code = owner, ""
-        self.hint = ""  # why a field of State may be None
-        # The numbers that calls with tensors read, and their places among the coefficients.
+        # What errors about None add: the reason why a field of State is None.
+        self.hint = ""
+        # The numbers that calls with tensors read, with their places as coefficients.
         self.coeffs: dict[Number, int] = {}
-        self.chosen: Number | None = None  # a coefficient that is a bool, if it can be
+        # The coefficient that stays a bool where it is known on the host, so that a step
+        # may leave out `after`.
+        self.chosen: Number | None = None
         self._nodes: list[Node] = []  # in the order of their calls
-        self._of: dict[int, Node] = {}  # by the id of a tensor of the example
-        self._once: dict[object, Node] = {}  # calls that are made once
-        # The first input of each function, whose dtype and device numbers take.
+        self._of: dict[int, Node] = {}  # the keys are ids of the example tensors
+        # Calls that need not be repeated: equal calls with numbers, and conversions.
+        self._once: dict[object, Node] = {}
+        # Stands for the first input of each function, from which `as_tensor` takes the
+        # dtype and the device.
         self._like = Node(_filled(_SHAPE), "like")
 
     def tensor(self, name: str) -> Tensor:
@@ -254,11 +282,13 @@ class Trace(TorchFunctionMode):
         return fn(*args, **kwargs)
 
     def call(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note a call, and return its result: a tensor of the example, or a number."""
+        """Note a call, and return its result: an example tensor, or a `Number`."""
         fn, args, kwargs = _normal(fn, args, kwargs)
         if fn in (torch.clamp, Tensor.clamp):
             return self._clamped(*args, **kwargs)
-        for name in ("alpha", "value"):  # torch takes no tensor here
+        # torch converts these two keywords to Python numbers, but a hyperparameter may be a
+        # tensor in the step. So they are multiplied first.
+        for name in ("alpha", "value"):
             if isinstance(kwargs.get(name), Number):
                 x, y, *z = args
                 factor, kwargs = kwargs[name], {k: kwargs[k] for k in kwargs if k != name}
@@ -271,12 +301,12 @@ class Trace(TorchFunctionMode):
         return self._on_host(fn, args, kwargs)
 
     def _clamped(self, x: Any, min: Any = None, max: Any = None) -> Any:
-        """Note torch.clamp as two calls: it takes no number beside a tensor."""
+        """Note torch.clamp as two calls, because it does not take a number and a tensor."""
         x = x if min is None else self.call(torch.clamp_min, (x, min), {})
         return x if max is None else self.call(torch.clamp_max, (x, max), {})
 
     def _on_host(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Number:
-        """Note a call with numbers alone. Equal calls are made once."""
+        """Note a call with numbers only. A call that equals an earlier one is not noted."""
         key = fn, *[_key(x) for x in (*args, *kwargs.items())]
         if isinstance(known := self._once.get(key), Number):
             return known
@@ -295,19 +325,21 @@ class Trace(TorchFunctionMode):
         self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
         """Note a call with tensors."""
-        # Without a tensor of floats, torch would make float32 of bools, ints and numbers.
+        # If no argument is a tensor of floats, torch would compute in float32, whatever the
+        # dtype of the parameter is.
         tensors = [x for x in _flat((args, kwargs)) if isinstance(x, Tensor)]
         narrow = not any([x.is_floating_point() for x in tensors])
         if narrow and fn is not torch.where and self._returns_floats(fn, args, kwargs):
             args = tuple([self._as_floats(x) if isinstance(x, Tensor) else x for x in args])
         divides = fn is operator.truediv and isinstance(args[1], Tensor)
         if divides and not _is_large(args[0]):
-            # So torch divides a number by a tensor. A hyperparameter is a number in some
-            # steps and a 0-d tensor in others, whose last bits would differ.
+            # torch divides a Python number by a tensor in this way, but a 0-d tensor in
+            # another. A hyperparameter is a number in some steps and a 0-d tensor in
+            # others, and both have to give the same bits.
             return self._note(operator.mul, self._note(torch.reciprocal, args[1]), args[0])
         fn = _WITH_TENSORS.get(fn, fn)
         if fn not in _TAKE_NUMBERS:
-            # Other functions refuse numbers in some places, and tensors in others.
+            # Other functions of torch accept only tensors as some arguments.
             numbers = [x for x in _flat((args, kwargs)) if isinstance(x, Number)]
             kinds = (Number, float) if narrow or numbers else Number
 
@@ -322,7 +354,7 @@ class Trace(TorchFunctionMode):
         return isinstance(value, Tensor) and value.is_floating_point()
 
     def _note(self, fn: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Note a call with tensors as it is."""
+        """Note a call with tensors, without changing its arguments."""
         read = _mapped(self._operand, (args, kwargs))
         value = fn(*_mapped(_example, read[0]), **_mapped(_example, read[1]))
         large = any([_is_large(x) for x in _flat((args, kwargs))])
@@ -339,7 +371,7 @@ class Trace(TorchFunctionMode):
         return node
 
     def _operand(self, x: Any) -> Any:
-        """Return a node for a tensor, and for a number: coefficients are floats."""
+        """Return the node of a tensor or number. A coefficient is passed as a float."""
         if isinstance(x, Tensor):
             return self.node(x)
         if isinstance(x, Number) and type(x.value) is not float:
@@ -347,17 +379,17 @@ class Trace(TorchFunctionMode):
         return x
 
     def _as_tensor(self, x: Number | float, integers: bool) -> Tensor:
-        """Return a number as a 0-d tensor: of floats for an integer, unless `integers`."""
+        """Return a number as a 0-d tensor. Integers become floats, unless `integers`."""
         if integers or type(_example(x)) is not int:
             x = self._operand(x)
         return self._converted(as_tensor, x, self._like).value
 
     def _as_floats(self, x: Tensor) -> Tensor:
-        """Return a tensor of bools or integers as floats."""
+        """Return a tensor of bools or integers, converted to the parameter's dtype."""
         return self._converted(Tensor.type_as, self.node(x), self._like).value
 
     def _converted(self, fn: Any, *args: Any) -> Node:
-        """Note the conversion of a node, which is made once."""
+        """Note the conversion of a node, unless it has been noted before."""
         key = fn, *map(_key, args)
         if key not in self._once:
             value = fn(*_mapped(_example, args))
@@ -378,7 +410,7 @@ class Trace(TorchFunctionMode):
         return nodes
 
     def require(self, results: Iterable[Any]) -> None:
-        """Make coefficients of the numbers that calls with tensors read for results."""
+        """Make coefficients of the numbers that are needed to compute these tensors."""
         needed = self.needed(results)
         for node in self._nodes:
             if node in needed and not isinstance(node, Number):
@@ -387,7 +419,7 @@ class Trace(TorchFunctionMode):
                         self.place(x)
 
     def place(self, x: Number) -> int:
-        """Return the place of a number among the coefficients, which it becomes one of."""
+        """Make a number a coefficient, and return its place among the coefficients."""
         return self.coeffs.setdefault(x, len(self.coeffs))
 
     def function(
@@ -414,7 +446,7 @@ class Trace(TorchFunctionMode):
         return lambda *args: run(*[x if type(x) is float else as_scalar(x) for x in args])
 
     def _floats(self, writer: "_Writer", results: Iterable[Number]) -> list[str]:
-        """Return the expressions of results. A bool would choose a graph."""
+        """Return the expressions of numbers, as floats. A bool would select a graph."""
         terms = list[str]()
         for x in results:
             kind = as_choice if x is self.chosen else as_scalar
@@ -591,7 +623,8 @@ def _normal(
     written = name[-1] == "_" and name[-2:] != "__" and fn not in _LOGICAL
     if written or name == "__setitem__":
         use = "torch.where" if name == "__setitem__" else name.strip("_")
-        raise Refused(f"writes in place: use {use} for {name}")
+        also = " (x = x + y for x += y)" if hasattr(operator, f"i{use}") else ""
+        raise Refused(f"writes in place: use {use} for {name}{also}")
     if kwargs.get("out") is not None:
         raise Refused(f"writes in place: use {name} without out=")
     named = [x for x in ("condition", "input", "self", "other", "exponent") if x in kwargs]

@@ -254,7 +254,7 @@ def test_steps_without_gradients_are_no_mistake_later() -> None:
     idle_steps(optimizer, 1)
     model(x).sum().backward()
     optimizer.step()
-    assert optimizer._idle == 3  # nothing is counted any more
+    assert optimizer._empty_steps is None  # nothing is counted any more
     optimizer.zero_grad()
     idle_steps(optimizer, 5)
     model.requires_grad_(False)

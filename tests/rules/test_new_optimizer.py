@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import inspect
 import math
+import operator
 import pickle
 import random
 import weakref
@@ -783,7 +784,11 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("reshape has another shape", {"direction": lambda self, g: g.reshape(-1)}),
     ("squeeze has another shape", {"direction": lambda self, g: g.squeeze()}),
     (r"reads \.mT of a tensor", {"direction": lambda self, g: 1 * g.mT}),
-    ("writes in place: use mul for mul_", {"direction": lambda self, g: g.mul_(2)}),
+    (
+        r"writes in place: use mul for mul_ \(x = x \+ y for x \+= y\)",
+        {"direction": lambda self, g: operator.imul(1 * g, 2)},
+    ),
+    ("writes in place: use exp for exp_$", {"direction": lambda self, g: g.exp_()}),
     ("writes in place", {"direction": lambda self, g: torch.add(g, g, out=g)}),
     ("writes in place: use torch.where for __setitem__", {"direction": in_place}),
     ("draws random numbers in d", {"direction": lambda self, g: g * torch.rand_like(g)}),

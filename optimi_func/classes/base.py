@@ -383,13 +383,16 @@ class BaseOptimizer(Fields, Checkpoints):
         if self._empty_steps is not None and not self.releases:
             self._note_empty_step([p for work in works for p in work.params])
         scaled = self.found_inf is not None or self.grad_scale is not None
-        if (self.skips_steps or scaled) and not (works := finite_works(self, works)):
-            return loss
+        begin = None
+        if self.skips_steps or scaled:
+            works, begin = finite_works(self, works)
+            if not works:
+                return loss
         # A local name and no attribute, because several threads may step at once.
         found = self.given
         if extras or self.takes_extras:
             found = found_extras(self, {**found, **loss_extra(self, loss), **extras})
-        request = Request(not self.optimizer_accumulation, True, found, {})
+        request = Request(not self.optimizer_accumulation, True, found, {}, begin)
         if parts := self._update(works, request, whole=True):
             finish(self, parts, found)
         return loss
@@ -438,6 +441,8 @@ class BaseOptimizer(Fields, Checkpoints):
                 # release calls `update` instead.
                 self._opt_called = True
         parts: dict[Tensor, Part] = {}
+        if request.begin is not None:
+            request.begin()
         if request.new_entries:
             insert_made(self.state, request.new_entries)
         for work, done in zip(works, prepared):

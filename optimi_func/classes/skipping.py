@@ -1,5 +1,6 @@
 """Steps that are left out: gradients that are not finite, and what a loss scaler sets."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,11 +25,17 @@ def check_unscaled(optimizer: "BaseOptimizer") -> None:
         )
 
 
-def finite_works(optimizer: "BaseOptimizer", works: list[Work]) -> list[Work]:
+def finite_works(
+    optimizer: "BaseOptimizer", works: list[Work]
+) -> tuple[list[Work], Callable[[], None] | None]:
     """Return the works of a step, or none if a gradient of a process is not finite.
 
-    If a group is capturable, the device decides. Skipped steps are counted. Gradients are
-    divided by a loss scaler's factor in place, as by torch's fused step.
+    If a group is capturable, the device decides. A step that the host skips is counted.
+
+    Returns:
+        (works, begin): The works, and a function to call before the first write, when no
+            check can fail any more. It divides the gradients by the factor of a loss scaler
+            in place, as torch's fused step does, and counts a step that the device skips.
     """
     if optimizer.optimizer_accumulation:
         raise RuntimeError(
@@ -39,7 +46,7 @@ def finite_works(optimizer: "BaseOptimizer", works: list[Work]) -> list[Work]:
     if optimizer.releases and not grads:
         check_unscaled(optimizer)
     if not all(map(has_memory, grads)):
-        return works
+        return works, None
     every = [p for group in groups for p in group["params"]]
     found, scale = optimizer.found_inf, optimizer.grad_scale
     finite = torch.ones((), dtype=torch.bool, device="cpu")
@@ -51,15 +58,21 @@ def finite_works(optimizer: "BaseOptimizer", works: list[Work]) -> list[Work]:
     skipped = optimizer.skipped_steps
     if not (on_device or finite):
         optimizer.skipped_steps = skipped + 1
-        return []
-    if scale is not None:
-        for g in {id(g): g for g in grads}.values():  # a parameter may be there twice
-            g.div_(scale)
-    if not on_device:
-        return works
-    if not isinstance(skipped, Tensor):
-        skipped = torch.full_like(finite, skipped, dtype=torch.int64)
-        optimizer.skipped_steps = skipped
-    skipped.add_(~finite)
-    flags = {g.device: WHOLE_BATCH._replace(finite=finite.to(g.device)) for g in grads}
-    return [work._replace(batches=[flags[g.device] for g in work.grads]) for work in works]
+        return [], None
+
+    def begin() -> None:
+        # A parameter may be in the list twice.
+        for g in {id(g): g for g in grads}.values():
+            if scale is not None:
+                g.div_(scale)
+        if on_device:
+            if not isinstance(skipped, Tensor):
+                optimizer.skipped_steps = torch.full_like(
+                    finite, skipped, dtype=torch.int64
+                )
+            optimizer.skipped_steps += ~finite
+
+    if on_device:
+        flags = {g.device: WHOLE_BATCH._replace(finite=finite.to(g.device)) for g in grads}
+        works = [x._replace(batches=[flags[g.device] for g in x.grads]) for x in works]
+    return works, begin

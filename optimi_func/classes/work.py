@@ -40,6 +40,8 @@ class Request(NamedTuple):
     # An output: the new entries of parameters that had no state. `_prepare` collects them
     # here, and they become the optimizer's state once nothing can fail any more.
     new_entries: dict[Tensor, Entry]
+    # Called before the first write, when no check can fail any more.
+    begin: Callable[[], None] | None = None
 
 
 class Prepared(NamedTuple):

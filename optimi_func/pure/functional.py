@@ -30,7 +30,6 @@ from optimi_func.core.philox import Noise, drawn
 from optimi_func.core.program import step_now
 from optimi_func.core.rule import (
     DecayKind,
-    Leaf,
     Named,
     Numbers,
     PyTree,
@@ -49,6 +48,7 @@ from optimi_func.pure.tree import (
     LeafState,
     Rewrite,
     TreeState,
+    as_leaf,
     broadcast,
     init_tree,
     path_of,
@@ -605,10 +605,10 @@ class FunctionalOptimizer(Kept):
         self.warn(tree)
         scalars, at, running, cast = self._now(tree)
         half: Any = leaf_step if rewrite is None else leaf_move
-        pairs = zip(tree.leaves, tree.states)
-        old = [Leaf(p, s.rule_state, s.kahan_comp) for p, s in pairs]
+        old = list(map(as_leaf, tree.leaves, tree.states))
         leaves, states = tree.leaves.copy(), tree.states.copy()
-        results, means = dict[int, Any](), dict[int, list[Tensor]]()
+        results: dict[int, Any] = {}
+        means: dict[int, list[Tensor]] = {}
         seeds = [None if x.comp is None else seed_in(x.comp) for x in old]
         if rewrite is extras is None and tree.runs_at_once():
             grads = [g if x is None else None for g, x in zip(tree.grads, seeds)]
@@ -683,7 +683,7 @@ class FunctionalOptimizer(Kept):
         scalars, at, _, cast = self._now(tree)
         points: list[Tensor] = []
         for i, p, s in zip(at, tree.leaves, tree.states):
-            leaf = Leaf(p, s.rule_state, s.kahan_comp)
+            leaf = as_leaf(p, s)
             now = cast(scalars[i], leaf_dtype(leaf, p), p.device)
             points.append(to(leaf_eval_point(self.rule, leaf, now.coeffs), p.dtype))
         return unflatten(tree.spec, points)

@@ -294,7 +294,7 @@ def _hashable(x: Any) -> Any:
 
 # Names that methods of a rule do not read.
 _UNREAD = {*dir(Body), "_used", "pure", "factory", "keywords"}.difference(
-    ("usual_decay", "compiles_whole", "maps_matrices")
+    ("lr", "usual_decay", "compiles_whole", "maps_matrices")
 )
 
 

@@ -111,7 +111,7 @@ class Move(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """What a method has given to `mean` and `top`.
+    """The tensors that a method has given to `mean` and `top`.
 
     Attributes:
         tensors: The tensors that are reduced: first those of means, then those of maxima.

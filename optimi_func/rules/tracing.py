@@ -37,7 +37,7 @@ from traceback import walk_tb
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, overrides
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from optimi_func.core import math
@@ -61,7 +61,7 @@ from optimi_func.rules.arithmetic import (
 # tensor returns another shape.
 _SHAPE = (3, 1, 5)
 # torch, and this package, whose class bodies have no errors.
-_OUTSIDE = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+_OUTSIDE = str(Path(overrides.__file__).parent), str(Path(__file__).parents[1])
 
 # Python's operators, by the names of their methods, and how code spells them.
 _NAMES = "add sub mul truediv and or xor gt ge lt le eq ne"

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -87,6 +88,28 @@ def test_a_class_skips_the_step(name: str, way: str) -> None:
     assert ours.skipped_steps == 2
     again = copy.deepcopy(ours)
     assert again.skips_steps and again.skipped_steps == 2
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_an_error_leaves_scaled_gradients(capturable: bool) -> None:
+    """What a loss scaler asks for is done when no check can fail any more."""
+    w = nn.Parameter(torch.ones(2))
+    optimizer: Any = AdamW([w], lr=0.1, capturable=capturable, **EAGER)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)
+    w.grad = torch.full((2,), 4.0)
+    (group,), betas = optimizer.param_groups, optimizer.param_groups[0]["betas"]
+    group["betas"] = (2.0, 0.99)
+    with pytest.raises(ValueError, match="betas"):
+        optimizer.step()
+    assert w.grad.tolist() == [4.0, 4.0] and not optimizer.state
+    optimizer.found_inf.fill_(1.0)
+    with pytest.raises(ValueError, match="betas") if capturable else nullcontext():
+        optimizer.step()
+    assert int(optimizer.skipped_steps) == (not capturable)
+    group["betas"] = betas
+    optimizer.found_inf.zero_()
+    optimizer.step()
+    assert w.grad.tolist() == [2.0, 2.0] and len(optimizer.state) == 1
 
 
 def test_large_finite_gradients_are_steps() -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad
 
-from optimi_func import lamb, population
-from optimi_func.rules import Optimizer, Shaped, Wide, check_number
+from optimi_func import AdamW, lamb, population
+from optimi_func.rules import Float, Optimizer, Shaped, Wide, check_number
 from optimi_func.testing import check_rule
 
 P = torch.tensor([1.0, 2.0])
@@ -350,6 +350,18 @@ def test_a_check_sets_the_bounds() -> None:
 
 
 # Fields
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "eps"])
+@pytest.mark.parametrize("annotated", [False, True])
+def test_another_default_alone_is_one(name: str, annotated: bool) -> None:
+    body: dict[str, Any] = {name: Float(0.25) if annotated else 0.25}
+    body |= {"__annotations__": {name: Float}} if annotated else {}
+    cls: Any = type("Changed", (AdamW,), body)
+    values = cls([nn.Parameter(P.clone())]), cls.pure(), inspect.signature(cls).parameters
+    optimizer, pure, parameters = values
+    assert optimizer.param_groups[0][name] == 0.25
+    assert getattr(pure, name) == parameters[name].default == 0.25
 
 
 def test_another_default_needs_no_annotation() -> None:

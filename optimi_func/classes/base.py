@@ -89,8 +89,8 @@ from optimi_func.state.entry import ensure_state, insert_made, wants_state_alone
 from optimi_func.state.names import Names, Path, homes_in
 
 _version = attrgetter("_version")
-# Plans that are kept, besides one for each parameter. If lists of parameters never come
-# again, as with experts, the oldest plans are dropped.
+# The cache of plans holds at most this many plans, and one more for each parameter. If the
+# same lists of parameters never come again, as with experts, the oldest plans are dropped.
 _LISTS = 32
 _asked = itemgetter("storage", "kahan_sum", "state_dtype")
 _on_host, _is_cuda = attrgetter("on_host"), attrgetter("is_cuda")
@@ -191,7 +191,8 @@ class BaseOptimizer(Fields, Checkpoints):
     step_calls = 0  # updates that move parameters, for `EMA`: several a step under release
     takes_extras = False  # True if a group's rule has extras
     given = MappingProxyType[str, Mapping[Tensor, Tensor]]({})  # by `give`
-    # What a loss scaler may set: not 0 leaves a step out, and the factor of all gradients.
+    # Set by a loss scaler. If found_inf is not 0, the step is skipped. The gradients are
+    # divided by grad_scale, if it is set.
     found_inf: ClassVar[Tensor | None] = None
     grad_scale: ClassVar[Tensor | None] = None
 
@@ -216,7 +217,7 @@ class BaseOptimizer(Fields, Checkpoints):
             return  # with the constructor that a user wrote
 
         def __init__(self: BaseOptimizer, *args: object, **kwargs: object) -> None:
-            kind = type(self)  # which may have fields besides
+            kind = type(self)  # may be a subclass with more fields
             take_torchs_decay(kwargs, kind.factory, kind.keywords)
             theirs = {name: kwargs.pop(name) for name in TORCHS if name in kwargs}
             bound = checks.bind_call(kind.__name__, kind._call, args, kwargs)
@@ -416,9 +417,12 @@ class BaseOptimizer(Fields, Checkpoints):
         for work in works:
             done = self._prepare(work, request)
             prepared.append(done)
-            if whole:  # gradient release would list the group for each of its parameters
+            # Only for steps of all groups: gradient release calls this method for each
+            # parameter, and the list of a group is as long as the group.
+            if whole:
                 every: list[Tensor] = work.group["params"]
-                # A plan has those with gradients. The others may be replaced as well.
+                # The plan has only the parameters with gradients. To notice that another
+                # one has been replaced, the ids of all parameters are compared.
                 rest = len(every) > len(work.params)
                 lists += done.plan, tuple(map(id, every)) if rest else len(every)
             if done.holders:
@@ -455,7 +459,7 @@ class BaseOptimizer(Fields, Checkpoints):
     def _prepare(self, work: Work, request: Request) -> Prepared:
         """Check and compile the update of a group."""
         group, params = work.group, work.params
-        if not params:  # other processes may have gradients, and are told
+        if not params:  # other processes may have gradients, and wait for these in `agree`
             idle = [self.holders_of(group, p) for p in group["params"]]
             return Prepared(lambda: None, True, [x for x in idle if x is not None])
         if _is_cuda(params[0]) and is_capturing(params[0].device):
@@ -522,7 +526,8 @@ class BaseOptimizer(Fields, Checkpoints):
         """Return a plan, if possible of an old one, and collect new entries."""
         group, params, made = work.group, work.params, request.new_entries
         if old is not None and self.state and not (made or counting[0]):
-            # Entries that differ from checked ones in addresses: only counts are checked.
+            # The old plan's entries were checked. If only addresses differ from them, only
+            # the counts need another check.
             plan = old.moved(params, [self.state.get(p, {}) for p in params])
             if plan and plan.counts.valid:
                 return plan
@@ -837,7 +842,7 @@ class BaseOptimizer(Fields, Checkpoints):
         }
 
     def _clear_caches(self) -> None:
-        """Make new caches, but for plans. They are not pickled."""
+        """Empty all caches except that of the plans. No cache is pickled."""
         self._bound: dict[int, tuple[Any, Any]] = {}
         self._plans: dict[object, ClassPlan] = self.__dict__.get("_plans", {})
         self._has_stepped = False
@@ -950,7 +955,7 @@ class BaseOptimizer(Fields, Checkpoints):
 
 
 def _counting(capturable: bool, microbatches: list[Microbatch]) -> tuple[bool, bool]:
-    """Return True if steps are counted on the device, and True if each by itself there."""
+    """Return whether steps are counted on the device, and if so for each parameter."""
     flags = [m.finite for m in microbatches]
     on_device = capturable or any([flag is not None for flag in flags])
     return on_device, on_device and len(set(map(id, flags))) > 1

@@ -48,8 +48,9 @@ def read(own: dict[str, Any], name: str) -> Any:
 class Field(Generic[Got, Given]):
     """A hyperparameter or an option: an argument of the constructor, and no attribute.
 
-    Methods of a rule read it of an instance that has values, or stand-ins while they are
-    traced, in its `__dict__`, and in `_read` the names of those that they have read.
+    The methods of a class body read the value of a field from the `__dict__` of an instance
+    that has been created for them. If the instance has a set `_read`, the name of the field
+    is added to this set.
 
     Attributes:
         name: The name of the argument.
@@ -57,7 +58,8 @@ class Field(Generic[Got, Given]):
         argument: The annotation of the constructor's argument.
         value: The annotation of the pure optimizer's argument.
         number: True for numbers, which may be tensors and schedules.
-        static: True if methods are traced for some of its values, and not for any number.
+        static: True if methods may branch on some of its values, for which they are traced
+            again.
         hyperparameter: True for hyperparameters of a rule, which its methods read and its
             pure optimizer takes. Other fields are arguments of the constructor alone.
         keyword: True if the argument is keyword-only.
@@ -201,8 +203,9 @@ class ThreeBetas(Floats[tuple[Scalar, Scalar, Scalar], tuple[Number, Number, Num
 class Fields:
     """A base class for constructors: annotated fields of a class and its bases.
 
-    `_: KW_ONLY` makes the fields after it keyword-only. `InitVar` tells type checkers that
-    a field is an argument and no attribute.
+    `_: KW_ONLY` makes the fields after it keyword-only. A field whose annotation is an
+    `InitVar` is only an argument of the constructor, and no hyperparameter, except for lr
+    and weight_decay.
     """
 
     # Shared keyword-only fields that may also be passed by position, in this order.
@@ -271,7 +274,7 @@ def _declared_fields(cls: type[Fields]) -> dict[str, Field[Any, Any]]:
 
 
 def made_field(name: str, annotation: object, default: Any) -> Field[Any, Any]:
-    """Return the field of an annotation and a default, which may be one."""
+    """Return the field of an annotation and a default, which may already be a `Field`."""
     if isinstance(default, Field):
         default.name = name
         return default

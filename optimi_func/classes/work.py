@@ -20,7 +20,8 @@ class Work(NamedTuple):
     group: Group
     params: list[Tensor]
     grads: list[Tensor]
-    # What each gradient is of the step's whole gradient. None: all of it.
+    # Says for each gradient whether it is only a part of the step's gradient, and by which
+    # factor it is multiplied. None: all gradients are complete.
     batches: list[Microbatch] | None = None
 
     def once(self) -> "Work":

@@ -95,7 +95,8 @@ class Owner(Protocol):
         ...
 
 
-def _read(x: object) -> object:
+def _as_number(x: object) -> object:
+    """Return the number in a tensor whose value can be read, and anything else as it is."""
     return x.item() if isinstance(x, Tensor) and checks.value_of(x) is not None else x
 
 
@@ -196,7 +197,8 @@ class FunctionalOptimizer(Kept):
             numbers = rates | numbers
             plain = plain and PLAIN.issuperset(map(type, rates.values()))
         numbers = resolve_tree("a number", numbers, _double(0.0))
-        # Each pure step checks its state by them. Tensors may belong to a transformation.
+        # They are stored, because each pure step needs them to check its state. Tensors are
+        # not stored, because they may belong to a transformation such as vmap.
         if plain:
             self.__dict__["init_numbers"] = numbers
         return numbers
@@ -304,7 +306,7 @@ class FunctionalOptimizer(Kept):
         with self._naming_schedules("a choice"):
             found = {name: getattr(instance, name) for name in names}
         # Of a tensor: methods are traced for the value that it has at this step.
-        return {k: _read(x) for k, x in found.items()}
+        return {k: _as_number(x) for k, x in found.items()}
 
     def __getstate__(self) -> dict[str, object]:
         """Return the fields, because a copy of a cached rule would be another rule."""
@@ -703,7 +705,7 @@ class FunctionalOptimizer(Kept):
     def scalars(
         self, tree: FlatTree, step: Tensor, t: Scalar, at_once: bool = False
     ) -> tuple[list[Scalars], list[int], list[Named]]:
-        """Return the different scalars, the index of each leaf's, and its running ones.
+        """Return the different scalars, their index for each leaf, and running scalars.
 
         The last are those after the step. `step` counts the steps before this one and t is
         step + 1; if t is a tensor, coefficients are computed on its device. at_once is True

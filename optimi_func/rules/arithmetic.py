@@ -27,14 +27,17 @@ def is_scalar(x: object) -> bool:
 
 
 def as_scalar(x: Scalar) -> Scalar:
-    """Return a number or a 0-d tensor in double precision; a bool would choose a graph."""
+    """Return a number or a 0-d tensor in double precision, and a float for a bool.
+
+    A bool among the coefficients would be a constant of the kernel.
+    """
     if not isinstance(x, Tensor):
         return float(x)
     return x if x.dtype == torch.float64 else x.to(math.scalar_dtype(x.device))
 
 
 def as_choice(x: Scalar) -> Scalar:
-    """Return a bool, which chooses a graph, or a 0-d tensor as a number."""
+    """Return a bool, for which a kernel of its own is compiled, or a 0-d tensor."""
     return as_scalar(x) if isinstance(x, Tensor) else bool(x)
 
 
@@ -80,7 +83,10 @@ def in_double(fn: Callable[..., Any]) -> Callable[..., Scalar]:
 def _of_numbers(
     fn: Callable[[float, float], complex], of_tensors: Callable[..., Scalar]
 ) -> Callable[[Scalar, Scalar], Scalar]:
-    """Return of_tensors, and fn for two numbers, with torch's result where it raises."""
+    """Return a function that calls fn for two numbers, and of_tensors otherwise.
+
+    If fn raises an error, the result is that of of_tensors in double precision.
+    """
     double = in_double(of_tensors)
 
     def both(x: Scalar, y: Scalar) -> Scalar:

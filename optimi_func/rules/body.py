@@ -48,7 +48,7 @@ from optimi_func.state.convert import TORCHS, Counterparts
 P = ParamSpec("P")
 T = TypeVar("T")
 LrIs: TypeAlias = Literal["factor", "inside"]
-# In place of a value for which methods are not traced, because it may be any number.
+# Stands for every number in the key of a rule, because methods do not branch on numbers.
 NUMBER = "any number"
 
 
@@ -73,7 +73,7 @@ class choice(Generic[T]):
         values = instance.__dict__
         return read(values, self.name) if self.name in values else self.make(instance)
 
-    # Without this, an item of `__dict__` would be read unseen.
+    # With this method, Python calls `__get__` even if `__dict__` has the value.
     def __set__(self, instance: object, x: T) -> None:
         instance.__dict__[self.name] = x
 
@@ -82,7 +82,8 @@ class choice(Generic[T]):
 def _trace(cls: "type[Body]", statics: tuple[object, ...]) -> bool:
     """Trace the methods, if they are new. A graph being compiled calls this at once."""
     cls.rule_for(statics)
-    if not cls._used:  # written once, because it empties the caches of attributes
+    # Assigned only once, because an assignment empties Python's caches of the attributes.
+    if not cls._used:
         cls._used = True
     return True
 
@@ -108,15 +109,15 @@ class BodyType(ABCMeta):
                 "which are traced as they were: allowed is a subclass with another"
             )
         super().__setattr__(name, x)
-        if read:  # a decorator
+        if read:  # assigned by a decorator of the class
             Body.__init_subclass__.__func__(cls)  # pyright: ignore[reportFunctionMemberAccess]
 
 
 class Body(BaseOptimizer, metaclass=BodyType):
     """Base class of optimizers that are written as class bodies: see `Optimizer`.
 
-    The package's have a `name`, that of their value. Their methods are traced when they are
-    first used, and tests try what `Optimizer` does at the definition.
+    The optimizers of the package pass `name`, the name of the pure optimizer. Their methods
+    are traced at the first use, and without the trial on tensors, which the tests make.
     """
 
     pure: ClassVar[PureOf]
@@ -253,7 +254,8 @@ class Body(BaseOptimizer, metaclass=BodyType):
         numbers = {k: 0.5 if isinstance(x, odd) else x for k, x in numbers.items()}
         methods = Methods(cls, numbers, fixed)
         tried = cls.at_definition or not cls._name
-        # The package's sources are in the keys of the store.
+        # The map `whole` of a class of the package may be compiled and stored on disk,
+        # because the keys of the store contain a hash of the package's sources.
         home = next(x for x in cls.__mro__ if x.__module__.startswith("optimi_func."))
         same = _new_names(cls, home).isdisjoint(dir(home))
         compiles = same and getattr(home, "compiles_whole", False)
@@ -299,7 +301,7 @@ _UNREAD = {*dir(Body), "_used", "pure", "factory", "keywords"}.difference(
 
 
 def _new_names(cls: type, base: type) -> set[str]:
-    """Return the names that methods may read, and that a class has not of a base."""
+    """Return the names that methods may read, and that cls does not inherit from base."""
     new = [x for x in cls.__mro__ if x not in base.__mro__]
     names = {*chain(*[(*vars(x), *inspect.get_annotations(x)) for x in new])} - _UNREAD
     return {name for name in names if name[:2] != "__"}

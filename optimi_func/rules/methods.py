@@ -1,10 +1,14 @@
 """The `Rule` of a class body, for one combination of its static options.
 
-`Methods` runs each method of a class body once in a `Trace`, and makes functions of tensors
-of what it notes. The coefficients of a step, `Coeffs`, which most of these functions take,
-have three parts: the numbers c0, c1, ... that meet tensors; by name, what a step adds for
-each parameter, which are extras, numbers of `measure` and random numbers z; and for a class
-with the method `whole`, in the field `whole`, t and the hyperparameters.
+`Methods` runs each method of a class body once in a `Trace`, which makes functions of
+tensors. Most of these functions receive the coefficients of a step, a NamedTuple `Coeffs`
+with three groups of fields:
+
+- c0, c1, ...: the numbers that are operands of calls with tensors.
+- By name, what a step adds for each parameter: extras, the numbers that `measure` returns,
+  and random numbers z. A field is () until the step adds its value. None means that a
+  kernel receives the value as one of its tensors.
+- `whole`, only for a class with a method `whole`: t and the hyperparameters.
 """
 
 import inspect
@@ -41,7 +45,7 @@ from optimi_func.core.rule import (
 from optimi_func.core.storage import encode, field_of
 from optimi_func.pure.functional import RATES
 from optimi_func.rules.arithmetic import as_scalar, is_scalar
-from optimi_func.rules.tracing import Number, Trace, check_elementwise, line_of
+from optimi_func.rules.tracing import Symbol, Trace, check_elementwise, line_of
 
 
 class Method(NamedTuple):
@@ -82,7 +86,7 @@ METHODS = {
     "whole": Method(["d", "s", "t", "x", "normal", *RATES], extras="0-d"),
     "coeffs": Method(["t", "r", *RATES]),
 }
-# Methods that are called with values in a step, and not traced.
+# Methods that are not traced, but called with values.
 _CALLED = ("coeffs", "init", "refuses", "whole")
 _SHAPED = " (s has None for Shaped fields, which only whole has)"
 _OF_WHOLE = ": it takes lr and weight_decay by name, and of s it has the Shaped fields"
@@ -194,7 +198,7 @@ class Methods:
         trace.hint = _SHAPED * (whole_field in shaped)
         self.arguments = self._arguments()
         self.explicit = self._explicit() if hasattr(cls, "coeffs") else None
-        self.own_coeffs: dict[str, Number] = {}  # what the class's own `coeffs` returns
+        self.own_coeffs: dict[str, Symbol] = {}  # what the class's own `coeffs` returns
         if self.explicit is not None:
             coeffs, first = self.explicit(3.0, self.running(), self.defaults)
             self.own_coeffs = {name: trace.number(f"c_{name}") for name in first}
@@ -330,7 +334,8 @@ class Methods:
     def names(self, method: str) -> list[str]:
         """Return the names of a method's arguments; none if the class lacks it.
 
-        A property may be one of several methods, or None for these options.
+        A method may also be a property that returns a method, or None if the class lacks
+        the method with these static options.
         """
         if not hasattr(self.cls, method) or (fn := getattr(self.me, method)) is None:
             return []
@@ -441,7 +446,7 @@ class Methods:
         def reduce(kind: str, x: Tensor) -> Tensor:
             if not self.trace.has(x):
                 raise TypeError(
-                    f"{kind}({x.fn if isinstance(x, Number) else x}): allowed are tensors "
+                    f"{kind}({x.fn if isinstance(x, Symbol) else x}): allowed are tensors "
                     "in the shape of the parameter, and extras"
                 )
             result = self.trace.tensor(f"{prefix}{kind}_{len(found[kind])}")
@@ -456,7 +461,7 @@ class Methods:
     def _are_traced(self, results: Iterable[object], numbers: bool) -> bool:
         """Return True if all results are numbers of the trace, or all are tensors of it."""
         if numbers:
-            return all([isinstance(x, Number) for x in results])
+            return all([isinstance(x, Symbol) for x in results])
         return all(map(self.trace.has, results))
 
     def _measured(self) -> Measured:
@@ -490,7 +495,7 @@ class Methods:
                 f"{self.name}.measure returned {[*numbers]}: State has the Number "
                 f"{lacks[0]!r}, so it is one of them"
             )
-        # These are numbers of each tensor, and an extra may have more elements.
+        # A number that is kept is 0-d, and an extra may have the shape of the parameter.
         nodes = trace.needed([numbers[x] for x in self.kept]) - trace.needed(
             reduced.tensors
         )
@@ -517,7 +522,7 @@ class Methods:
                 f"{self.name}.{method} returned other values of {self.kept}, which only "
                 "measure sets: return those that s has"
             )
-        if not self.count:  # a State of nothing that a direction has
+        if not self.count:  # an empty State may be returned or left out
             said = [x for x in said if not isinstance(x, self.kind)]
         own = [x[: self.count] if isinstance(x, self.kind) else x for x in said]
         flat = pytree.tree_leaves(own)
@@ -577,7 +582,10 @@ class Methods:
         return traced
 
     def _replaces(self, after: Traced | None) -> bool:
-        """Return `Rule.replaces`. At steps that are not due, the move is u."""
+        """Return `Rule.replaces`.
+
+        It is False for a class with `due`, because `after` does not run in each step.
+        """
         if after is None or self.names("due"):
             return False
         node, move = self.trace.node, after.results[0]
@@ -642,12 +650,12 @@ class Methods:
         if not self.names("due"):
             return None
         result: Any = self._call("due")
-        if not (isinstance(result, Number) and type(result.value) is bool):
+        if not (isinstance(result, Symbol) and type(result.value) is bool):
             raise TypeError(
                 f"{self.name}.due returned {result!r}: allowed is a condition on t and on "
                 "hyperparameters, as t % self.k == 0"
             )
-        self.trace.chosen = result
+        self.trace.due = result
         return self.trace.place(result)
 
     # The rule
@@ -673,16 +681,18 @@ class Methods:
         for method in traced if tried else ():
             run[method] = self._tried(method, run[method], traced[method], now[:n])
         end = n + len(self.added)
-        bound = {method: _bound(fn, count, n, end) for method, fn in run.items()}
-        # The coefficients of a further part of a gradient, which choose another kernel.
+        functions = {method: _adapted(fn, count, n, end) for method, fn in run.items()}
+        # The coefficients of the second and later micro-batches have one more field, which
+        # is True, so that another kernel is compiled for them.
         further: Any = namedtuple("Further", [*now._fields, "further"])  # pyright: ignore[reportUntypedNamedTuple]
         text = repr((compiled, digest, self.statics)) if compiled else ""
         whole, init = self._whole(text, by_matrix), self._init()
-        # Whose kernel all rules share that map the gradient.
+        # If the direction is the gradient, as in Muon without momentum, all such rules
+        # share one function, and thus one kernel.
         alone = traced["direction"].results[0] is self.arguments["g"] and not count
         alone = alone and whole is not None and not running and not self.added
-        usual = _direction(kind, count, bound, further)
-        after = _after(kind, count, bound["after"], due) if "after" in run else None
+        usual = _direction(kind, count, functions, further)
+        after = _after(kind, count, functions["after"], due) if "after" in run else None
         return Rule(
             name=self.cls._name or self.name,
             state=kind,
@@ -690,16 +700,16 @@ class Methods:
             coeffs=coeffs,
             direction=along_gradient if alone else usual,
             after=after,
-            after_means=_after_means(bound, traced),
+            after_means=_after_means(functions, traced),
             replaces=self._replaces(traced.get("after")),
             accumulate=(lambda c: further(*c, True)) if "accumulate" in run else None,
-            means=self._means(bound, traced),
+            means=self._means(functions, traced),
             join=join,
-            measure=self._measure(bound),
+            measure=self._measure(functions),
             whole=whole,
             refuses=self._refuses(whole, init, now),
             running=self.running,
-            eval_point=_eval_point(bound),
+            eval_point=_eval_point(functions),
             reads_param=any("x" in self.names(x) for x in ("direction", "accumulate")),
             given=(*self.extras, *self.noise),
             usual=self.usual(),
@@ -750,11 +760,11 @@ class Methods:
         return partial(_without_views, run, views) if views else run
 
     def _means(
-        self, bound: dict[str, Callable[..., Any]], traced: dict[str, Traced]
+        self, functions: dict[str, Callable[..., Any]], traced: dict[str, Traced]
     ) -> Means | None:
         """Return `Rule.means`: those that divide the move, or that are joined."""
         if "sums" in traced:
-            summed = bound["sums"]
+            summed = functions["sums"]
 
             def joined(
                 g: Any, x: Any, d: Any, decaying: Any, s: Any, c: Any
@@ -764,7 +774,7 @@ class Methods:
             return Means(len(traced["sums"].results), joined, None)
         if "divisor" not in traced:
             return None
-        reduce, divided = bound["divisor"], bound["divided"]
+        reduce, divided = functions["divisor"], functions["divided"]
         divides, reduced = self.divides, traced["divisor"].reduced
 
         def measure(g: Any, x: Any, d: Any, decaying: Any, s: Any, c: Any) -> list[Tensor]:
@@ -776,11 +786,11 @@ class Methods:
 
         return Means(len(reduced.tensors), measure, divisor, divides, reduced.tops)
 
-    def _measure(self, bound: dict[str, Callable[..., Any]]) -> Measure | None:
+    def _measure(self, functions: dict[str, Callable[..., Any]]) -> Measure | None:
         """Return `Rule.measure`."""
         if not self.measured.numbers:
             return None
-        reduced, settled, kept = bound["measure"], bound["settled"], self.kept
+        reduced, settled, kept = functions["measure"], functions["settled"], self.kept
         numbers, tops = [*self.measured.numbers], self.measured.reduced.tops
 
         def measure(g: Tensor, x: Tensor, s: Any, c: Any) -> list[Tensor]:
@@ -793,7 +803,7 @@ class Methods:
         return Measure(len(self.measured.reduced.tensors), measure, settle, tops, kept)
 
     def _coeffs(
-        self, after: list[Number]
+        self, after: list[Symbol]
     ) -> tuple[Callable[..., Any], tuple[str, ...], Any]:
         """Return `Rule.coeffs`, the names of its hyperparameters, and `Rule.prepare`.
 
@@ -898,7 +908,8 @@ class Methods:
             arguments |= {name: getattr(c, name) for name in extras}
             me = cls.bare({**statics, **now})
             if "normal" in takes:
-                # 0 while it is tried, and on meta and fake tensors.
+                # The position of the parameter. It is missing in trials, and on meta and
+                # fake tensors.
                 place = (*c.whole, 0)[1 + len(numbers)]
                 arguments["normal"] = normal_of(me.seed, c.whole[0] - 1.0, place, d)
             value = me.whole(*[arguments[name] for name in takes])
@@ -963,30 +974,30 @@ class Methods:
         return refuses
 
 
-def _bound(
+def _adapted(
     run: Callable[..., Any], count: int, n: int, end: int
 ) -> Callable[..., tuple[Any, ...]]:
-    """Return `(tensors, s, c, *means) -> results` for a function of a trace.
+    """Return `(tensors, s, c, *means) -> results` for a function that a trace has made.
 
     Args:
-        run: `(*tensors, *fields, *added, *means, *numbers) -> results`.
-        count: The number of State's fields that it takes.
-        n: The number of coefficients c0, c1, ...
-        end: The end of what a step adds to them.
+        run: The function `(*tensors, *fields, *added, *means, *numbers) -> results`.
+        count: The number of fields of State that it takes.
+        n: The number of fields c0, c1, ... of the coefficients c.
+        end: The fields c[n:end] are what a step adds: extras, numbers of `measure` and z.
     """
 
-    def bound(tensors: Sequence[Any], s: Any, c: Any, *means: Tensor) -> tuple[Any, ...]:
+    def adapted(tensors: Sequence[Any], s: Any, c: Any, *means: Tensor) -> tuple[Any, ...]:
         return run(*tensors, *s[:count], *c[n:end], *means, *c[:n])
 
-    return bound
+    return adapted
 
 
 def _direction(
-    kind: Any, count: int, bound: dict[str, Callable[..., Any]], further: Any
+    kind: Any, count: int, functions: dict[str, Callable[..., Any]], further: Any
 ) -> Callable[..., Direction]:
     """Return `Rule.direction`, which accumulates if the coefficients are `further`."""
-    usual = bound["direction"]
-    again = bound.get("accumulate", usual)
+    usual = functions["direction"]
+    again = functions.get("accumulate", usual)
 
     def direction(g: Tensor, s: Any, c: Any, x: Any = None) -> Direction:
         run = again if isinstance(c, further) else usual
@@ -1017,10 +1028,10 @@ def _after(
 
 
 def _after_means(
-    bound: dict[str, Callable[..., Any]], traced: dict[str, Traced]
+    functions: dict[str, Callable[..., Any]], traced: dict[str, Traced]
 ) -> AfterMeans | None:
     """Return `Rule.after_means`."""
-    if (run := bound.get("after_means")) is None:
+    if (run := functions.get("after_means")) is None:
         return None
     reduced = traced["after_means"].reduced
 
@@ -1030,14 +1041,17 @@ def _after_means(
     return AfterMeans(len(reduced.tensors), measure, reduced.tops)
 
 
-def _eval_point(bound: dict[str, Callable[..., Any]]) -> Callable[..., Tensor] | None:
+def _eval_point(functions: dict[str, Callable[..., Any]]) -> Callable[..., Tensor] | None:
     """Return `Rule.eval_point`."""
-    run = bound.get("eval_point")
+    run = functions.get("eval_point")
     return run and (lambda x, s, c: run((x,), s, c)[0])
 
 
 def _without_views(fn: Callable[..., Any], views: dict[int, int], *args: Any) -> list[Any]:
-    """Call fn, with the bases of views in their place, which the pipeline copies."""
+    """Call fn. In place of a result that is a view, return the tensor that it shows.
+
+    The pipeline copies results that are inputs, but does not look for views of them.
+    """
     results = fn(*args)
     every = [*args, *results]
     return [every[views.get(i, len(args) + i)] for i in range(len(results))]

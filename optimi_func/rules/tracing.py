@@ -1,11 +1,11 @@
 """The trace of a rule's methods, and the functions that are generated from it.
 
-A method of a class body runs once, on small example tensors, and with a `Number` in place
+A method of a class body runs once, on small example tensors, and with a `Symbol` in place
 of each hyperparameter and of the step number t. The `Trace`, a mode of torch, sees each
 call of a function or a method of torch, and notes it as a `Node`:
 
 - A call that involves only numbers is computed on the host, in double precision, once in
-  each step. Its result is another `Number`.
+  each step. Its result is another `Symbol`.
 - A number that is combined with a tensor becomes a coefficient of the step.
 - All other calls become part of a function of tensors and coefficients, which executors
   call and compile.
@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import isfinite, pow, sqrt
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, overrides
@@ -88,7 +88,7 @@ _SPELLINGS = {
     "positive": "pos",
 }
 _ROOTS = (torch.sqrt, Tensor.sqrt)
-# What is called in place of a function: with tensors, and with numbers alone.
+# What is called in place of a function: if an argument is a tensor, and if all are numbers.
 _WITH_TENSORS: dict[Any, Callable[..., Any]] = {
     operator.mod: remainder,
     operator.floordiv: floor_quotient,
@@ -102,27 +102,24 @@ _OF_SCALARS: dict[Any, Callable[..., Any]] = {
     operator.pow: power_of_scalars,
     **dict.fromkeys(_ROOTS, square_root),
 }
-# Functions that take numbers and 0-d tensors alike.
+# Functions that accept a Python number wherever they accept a 0-d tensor. Others are passed
+# 0-d tensors in place of numbers.
 _CLAMPS = (torch.clamp_min, torch.clamp_max, Tensor.clamp_min, Tensor.clamp_max)
 _TAKE_NUMBERS = {*_FORMS, *_CLAMPS, math.power}
-# What Python computes for floats, or bools, as torch does for tensors.
+# Pairs of a function and a type of numbers for which plain Python gives torch's result.
 _LOGICAL = (operator.and_, operator.or_, operator.xor)
 _PLAIN = {(fn, bool) for fn in _LOGICAL} | {
     (fn, float)
     for fn in (*_OF_SCALARS.values(), *_FORMS)
     if fn not in (*_LOGICAL, operator.invert, operator.truediv)
 }
-# The same for Python's floats alone.
+# How code spells calls whose arguments are all Python floats.
 _OF_FLOATS = _FORMS | {
     math.choose: "{1} if {0} else {2}",
     square_root: "_sqrt({})",
     power_of_scalars: "_pow({}, {})",
     quotient_of_scalars: "{} / {}",
 }
-
-# `(t, lr, weight_decay, r) -> (coefficients, r)`, and what makes it of numbers.
-AtStep: TypeAlias = Callable[..., tuple[Named, Named]]
-Prepared: TypeAlias = Callable[..., AtStep]
 
 
 class Refused(Exception):
@@ -172,11 +169,11 @@ class Node:
         return [x for x in _flat((self.args, self.kwargs)) if isinstance(x, Node)]
 
 
-class Number(Node):
+class Symbol(Node):
     """A hyperparameter, the step number, or what a method computes from these alone.
 
-    The operators of Python return a `Number` for two numbers, and a tensor for a number and
-    a tensor. A `Number` also has the methods of a 0-d tensor, such as `sqrt`.
+    The operators of Python return a `Symbol` for two numbers, and a tensor for a number and
+    a tensor. A `Symbol` also has the methods of a 0-d tensor, such as `sqrt`.
     """
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -207,15 +204,15 @@ def _called(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _method(fn: Callable[..., Any], reversed: bool = False) -> Callable[..., Any]:
-    """Return the method of a `Number` for an operator."""
+    """Return the method of a `Symbol` for an operator."""
     if reversed:
         return lambda self, other: _called(fn, other, self)
     return lambda self, *other: _called(fn, self, *other)
 
 
 for _name, _fn in _OPERATORS.items():
-    setattr(Number, f"__{_name}__", _method(_fn))
-    setattr(Number, f"__r{_name}__", _method(_fn, reversed=True))
+    setattr(Symbol, f"__{_name}__", _method(_fn))
+    setattr(Symbol, f"__r{_name}__", _method(_fn, reversed=True))
 
 
 class Trace(TorchFunctionMode):
@@ -227,10 +224,10 @@ class Trace(TorchFunctionMode):
         # What errors about None add: the reason why a field of State is None.
         self.hint = ""
         # The numbers that calls with tensors read, with their places as coefficients.
-        self.coeffs: dict[Number, int] = {}
-        # The coefficient that stays a bool where it is known on the host, so that a step
-        # may leave out `after`.
-        self.chosen: Number | None = None
+        self.coeffs: dict[Symbol, int] = {}
+        # The result of `due`. As the only coefficient, it stays a Python bool if t is a
+        # number, so that a step may leave out `after`.
+        self.due: Symbol | None = None
         self._nodes: list[Node] = []  # in the order of their calls
         self._of: dict[int, Node] = {}  # the keys are ids of the example tensors
         # Calls that need not be repeated: equal calls with numbers, and conversions.
@@ -243,9 +240,9 @@ class Trace(TorchFunctionMode):
         """Return a tensor of the example: a new input of the methods."""
         return self._noted(Node(_filled(_SHAPE), name)).value
 
-    def number(self, name: str) -> Number:
+    def number(self, name: str) -> Symbol:
         """Return a new input of the methods that is a number."""
-        self._nodes.append(node := Number(3.0, name))
+        self._nodes.append(node := Symbol(3.0, name))
         return node
 
     def has(self, x: object) -> bool:
@@ -277,19 +274,19 @@ class Trace(TorchFunctionMode):
     ) -> Any:
         """Note a call of torch that involves a tensor or a number."""
         kwargs = kwargs or {}
-        if any([isinstance(x, Tensor | Number) for x in _flat((args, kwargs))]):
+        if any([isinstance(x, Tensor | Symbol) for x in _flat((args, kwargs))]):
             return self.call(fn, args, kwargs)
         return fn(*args, **kwargs)
 
     def call(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note a call, and return its result: an example tensor, or a `Number`."""
+        """Note a call, and return its result: an example tensor, or a `Symbol`."""
         fn, args, kwargs = _normal(fn, args, kwargs)
         if fn in (torch.clamp, Tensor.clamp):
             return self._clamped(*args, **kwargs)
         # torch converts these two keywords to Python numbers, but a hyperparameter may be a
         # tensor in the step. So they are multiplied first.
         for name in ("alpha", "value"):
-            if isinstance(kwargs.get(name), Number):
+            if isinstance(kwargs.get(name), Symbol):
                 x, y, *z = args
                 factor, kwargs = kwargs[name], {k: kwargs[k] for k in kwargs if k != name}
                 product = self.call(operator.mul, (factor, y), {})
@@ -305,19 +302,22 @@ class Trace(TorchFunctionMode):
         x = x if min is None else self.call(torch.clamp_min, (x, min), {})
         return x if max is None else self.call(torch.clamp_max, (x, max), {})
 
-    def _on_host(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Number:
+    def _on_host(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Symbol:
         """Note a call with numbers only. A call that equals an earlier one is not noted."""
         key = fn, *[_key(x) for x in (*args, *kwargs.items())]
-        if isinstance(known := self._once.get(key), Number):
+        if isinstance(known := self._once.get(key), Symbol):
             return known
         chosen: Any = _OF_SCALARS.get(fn, fn)
-        if (chosen, *{type(x.value) for x in args if isinstance(x, Number)}) not in _PLAIN:
+        if (
+            chosen,
+            *{type(x.value) for x in args if isinstance(x, Symbol)},
+        ) not in _PLAIN:
             chosen = in_double(chosen)
         value = chosen(*_mapped(_example, args), **_mapped(_example, kwargs))
         if fn is torch.where and type(value) is float:
-            more = [x if isinstance(x, Number) else float(x) for x in args[1:]]
+            more = [x if isinstance(x, Symbol) else float(x) for x in args[1:]]
             chosen, args = math.choose, (args[0], *more)
-        self._nodes.append(node := Number(value, chosen, args, kwargs))
+        self._nodes.append(node := Symbol(value, chosen, args, kwargs))
         self._once[key] = node
         return node
 
@@ -340,8 +340,8 @@ class Trace(TorchFunctionMode):
         fn = _WITH_TENSORS.get(fn, fn)
         if fn not in _TAKE_NUMBERS:
             # Other functions of torch accept only tensors as some arguments.
-            numbers = [x for x in _flat((args, kwargs)) if isinstance(x, Number)]
-            kinds = (Number, float) if narrow or numbers else Number
+            numbers = [x for x in _flat((args, kwargs)) if isinstance(x, Symbol)]
+            kinds = (Symbol, float) if narrow or numbers else Symbol
 
             def convert(x: Any) -> Any:
                 return self._as_tensor(x, narrow) if isinstance(x, kinds) else x
@@ -350,6 +350,7 @@ class Trace(TorchFunctionMode):
         return self._note(fn, *args, **kwargs)
 
     def _returns_floats(self, fn: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
+        """Return True if a call returns a tensor of floats in the example."""
         value = fn(*_mapped(_example, args), **_mapped(_example, kwargs))
         return isinstance(value, Tensor) and value.is_floating_point()
 
@@ -374,11 +375,11 @@ class Trace(TorchFunctionMode):
         """Return the node of a tensor or number. A coefficient is passed as a float."""
         if isinstance(x, Tensor):
             return self.node(x)
-        if isinstance(x, Number) and type(x.value) is not float:
+        if isinstance(x, Symbol) and type(x.value) is not float:
             return self._converted(restored, x, type(x.value))
         return x
 
-    def _as_tensor(self, x: Number | float, integers: bool) -> Tensor:
+    def _as_tensor(self, x: Symbol | float, integers: bool) -> Tensor:
         """Return a number as a 0-d tensor. Integers become floats, unless `integers`."""
         if integers or type(_example(x)) is not int:
             x = self._operand(x)
@@ -413,12 +414,12 @@ class Trace(TorchFunctionMode):
         """Make coefficients of the numbers that are needed to compute these tensors."""
         needed = self.needed(results)
         for node in self._nodes:
-            if node in needed and not isinstance(node, Number):
+            if node in needed and not isinstance(node, Symbol):
                 for x in node.read:
-                    if isinstance(x, Number):
+                    if isinstance(x, Symbol):
                         self.place(x)
 
-    def place(self, x: Number) -> int:
+    def place(self, x: Symbol) -> int:
         """Make a number a coefficient, and return its place among the coefficients."""
         return self.coeffs.setdefault(x, len(self.coeffs))
 
@@ -435,7 +436,7 @@ class Trace(TorchFunctionMode):
         return _in_one_dtype(run, len(inputs))
 
     def host_function(
-        self, method: str, inputs: Sequence[Number], results: Sequence[Number]
+        self, method: str, inputs: Sequence[Symbol], results: Sequence[Symbol]
     ) -> Callable[..., tuple[Any, ...]]:
         """Return `(*inputs) -> results`, for numbers and 0-d tensors."""
         writer = _Writer(inputs, _FORMS)
@@ -445,11 +446,14 @@ class Trace(TorchFunctionMode):
         self.code += writer.code
         return lambda *args: run(*[x if type(x) is float else as_scalar(x) for x in args])
 
-    def _floats(self, writer: "_Writer", results: Iterable[Number]) -> list[str]:
-        """Return the expressions of numbers, as floats. A bool would select a graph."""
+    def _floats(self, writer: "_Writer", results: Iterable[Symbol]) -> list[str]:
+        """Return the expressions of numbers, converted to floats.
+
+        A bool among the coefficients would be a constant of the kernel.
+        """
         terms = list[str]()
         for x in results:
-            kind = as_choice if x is self.chosen else as_scalar
+            kind = as_choice if x is self.due else as_scalar
             plain = type(x.value) is float
             terms.append(
                 writer.term(x) if plain else f"{writer.constant(kind)}({writer.term(x)})"
@@ -458,14 +462,14 @@ class Trace(TorchFunctionMode):
 
     def prepared(
         self,
-        numbers: Sequence[Number],
-        results: Sequence[Number],
-        rates: Sequence[Number],
-        before: Sequence[Number],
+        numbers: Sequence[Symbol],
+        results: Sequence[Symbol],
+        rates: Sequence[Symbol],
+        before: Sequence[Symbol],
         kind: type[Named],
         running: type[Named],
         whole: tuple[Any, ...] | None,
-    ) -> Prepared:
+    ) -> Callable[..., Callable[..., tuple[Named, Named]]]:
         """Return `(*numbers) -> (t, lr, weight_decay, r) -> (coefficients, r)` for floats.
 
         It is what `host_function` makes, in plain Python, with what does not depend on the
@@ -516,8 +520,8 @@ class Trace(TorchFunctionMode):
         for node in [x for x in self._nodes if x in needed and x not in writer.names]:
             if isinstance(node.fn, str):
                 raise TypeError(
-                    f"{self.owner}: {node.fn} is not known in this method (means are "
-                    "taken at once, so that none is of another)"
+                    f"{self.owner}: {node.fn} is not known in this method (all means of a "
+                    "method are taken at once, so a mean cannot depend on another one)"
                 )
             yield node, writer.line(node)
 
@@ -665,7 +669,7 @@ def _example(x: Any) -> Any:
 
 
 def _key(x: Any) -> object:
-    """Return what tells arguments apart: a `Number` has no comparison that does."""
+    """Return what tells arguments apart: a `Symbol` has no comparison that does."""
     return id(x) if isinstance(x, Node) else repr(x)
 
 
@@ -703,8 +707,8 @@ def check_elementwise(
         scalars: The coefficients.
 
     Returns:
-        For each result that is a view, the index of its base: that of an input, or below 0
-        that of a result, from the end.
+        For each result that is a view, the index of the tensor that it shows: that of an
+        input, or a negative index, which counts from the end of the results.
     """
     inputs, outputs = nodes
     generator, wide = torch.Generator().manual_seed(0), torch.float64

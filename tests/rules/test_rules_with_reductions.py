@@ -170,11 +170,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a tensor": (
         {"measure": lambda self, mean, g: {"total": mean(g) * g}},
-        r"g is not known in this method \(means are taken at once",
+        r"g is not known in this method \(all means of a method are",
     ),
     "a mean of a mean": (
         {"measure": lambda self, mean, g: {"total": mean(g - mean(g))}},
-        r"means are taken at once",
+        r"all means of a method are",
     ),
     "a number": (
         {"measure": lambda self, mean, g: {"total": (mean(g), self.factor)[1]}},

@@ -13,9 +13,9 @@ from optimi_func.core.checks import shown, value_of
 from optimi_func.core.leaf import leaf_dtype, leaf_sums
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.packed import Packed
-from optimi_func.core.rule import Named, PyTree, Rule, Scalar, Scalars
+from optimi_func.core.rule import Leaf, Named, PyTree, Rule, Scalar, Scalars
 from optimi_func.core.torch_private import is_constant, is_unwatched
-from optimi_func.pure.tree import FlatTree, LeafState, as_leaf, running_tensors
+from optimi_func.pure.tree import FlatTree, LeafState, running_tensors
 
 PLAIN = {float, int, bool, str, type(None)}
 
@@ -106,7 +106,7 @@ class Casts:
         """Return the states with the running scalars that the rule joins after a step."""
         rows: list[Tensor] = []
         for i, (p, s) in enumerate(zip(tree.leaves, tree.states)):
-            leaf = as_leaf(p, s)
+            leaf = Leaf(p, s.rule_state, s.kahan_comp)
             now = self(scalars[i], leaf_dtype(leaf, p), p.device)
             row = leaf_sums(self._rule, leaf, now.coeffs, means.get(i))
             rows.append(row.to(tree.state.step.device))

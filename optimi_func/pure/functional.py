@@ -30,6 +30,7 @@ from optimi_func.core.philox import Noise, drawn
 from optimi_func.core.program import step_now
 from optimi_func.core.rule import (
     DecayKind,
+    Leaf,
     Named,
     Numbers,
     PyTree,
@@ -48,7 +49,6 @@ from optimi_func.pure.tree import (
     LeafState,
     Rewrite,
     TreeState,
-    as_leaf,
     broadcast,
     init_tree,
     path_of,
@@ -106,17 +106,6 @@ def _double(x: float) -> Tensor:
 
 def _leaves(tree: PyTree) -> Sequence[object]:
     return (tree,) if type(tree) is float else pytree.tree_leaves(tree)
-
-
-def _without_inputs(state: Named, inputs: list[Any]) -> Named:
-    """Return a rule's State with copies in place of fields that are inputs of the step.
-
-    A rule may return a field unchanged, or an extra, but the results of a pure step share
-    no memory with its arguments.
-    """
-    ids = {*map(id, inputs)}
-    copies = [pytree.tree_map(torch.clone, x) if id(x) in ids else x for x in state]
-    return type(state)(*copies)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -607,7 +596,8 @@ class FunctionalOptimizer(Kept):
         self.warn(tree)
         scalars, at, running, cast = self._now(tree)
         half: Any = leaf_step if rewrite is None else leaf_move
-        old = list(map(as_leaf, tree.leaves, tree.states))
+        pairs = zip(tree.leaves, tree.states)
+        old = [Leaf(p, s.rule_state, s.kahan_comp) for p, s in pairs]
         leaves, states = tree.leaves.copy(), tree.states.copy()
         results: dict[int, Any] = {}
         means: dict[int, list[Tensor]] = {}
@@ -639,10 +629,16 @@ class FunctionalOptimizer(Kept):
             new = rewrite([*us], [*xs])
             results = {i: adds[i](new[i]) for i in results}
         for i, new in results.items():
+            # A rule may return a field unchanged, or an extra, but the results of a step
+            # share no memory with its arguments.
             inputs = [*states[i].rule_state, *(extras[i].values() if extras else ())]
+            rule_state = [
+                pytree.tree_map(torch.clone, x) if any([x is y for y in inputs]) else x
+                for x in new.state
+            ]
+            rule_state = type(new.state)(*rule_state)
             comp = new.comp if (seed := seeds[i]) is None else seed.clone()
-            state = _without_inputs(new.state, inputs)
-            leaves[i], states[i] = new.p, LeafState(state, comp, running[i])
+            leaves[i], states[i] = new.p, LeafState(rule_state, comp, running[i])
         if self.rule.join is not None and results:
             every = [scalars[i] for i in at]
             if extras:  # of which those of the first are those of all
@@ -685,7 +681,7 @@ class FunctionalOptimizer(Kept):
         scalars, at, _, cast = self._now(tree)
         points: list[Tensor] = []
         for i, p, s in zip(at, tree.leaves, tree.states):
-            leaf = as_leaf(p, s)
+            leaf = Leaf(p, s.rule_state, s.kahan_comp)
             now = cast(scalars[i], leaf_dtype(leaf, p), p.device)
             points.append(to(leaf_eval_point(self.rule, leaf, now.coeffs), p.dtype))
         return unflatten(tree.spec, points)

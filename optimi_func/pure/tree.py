@@ -19,7 +19,6 @@ from optimi_func.core.checks import TAKEN, check_grad, check_param, check_taken,
 from optimi_func.core.leaf import init_leaf
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import (
-    Leaf,
     Named,
     NoRunning,
     NoState,
@@ -85,11 +84,6 @@ class LeafState:
     def __repr__(self) -> str:
         running = f", {self.running!r}" if self.running else ""
         return f"LeafState({self.rule_state!r}, kahan_comp={self.kahan_comp!r}{running})"
-
-
-def as_leaf(p: Tensor, state: LeafState) -> Leaf:
-    """Return a parameter with its state."""
-    return Leaf(p, state.rule_state, state.kahan_comp)
 
 
 def _flatten_leaf(leaf: LeafState) -> tuple[list[Tensor], _Kinds]:

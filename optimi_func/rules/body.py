@@ -25,6 +25,7 @@ from typing import (
 
 import torch
 from torch import optim
+from torch.utils._python_dispatch import _disable_current_modes
 
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.classes.fields import EMPTY, Field, Params, read
@@ -81,7 +82,9 @@ class choice(Generic[T]):
 @constant_in_graphs
 def _trace(cls: "type[Body]", statics: tuple[object, ...]) -> bool:
     """Trace the methods, if they are new. A graph being compiled calls this at once."""
-    cls.rule_for(statics)
+    # Without modes such as FakeTensorMode, in which the example tensors would be fake.
+    with _disable_current_modes():
+        cls.rule_for(statics)
     # Assigned only once, because an assignment empties Python's caches of the attributes.
     if not cls._used:
         cls._used = True

@@ -32,6 +32,7 @@ becomes the two functions
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import isfinite, pow, sqrt
+from os import sep
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -61,7 +62,9 @@ from optimi_func.rules.arithmetic import (
 # tensor returns another shape.
 _SHAPE = (3, 1, 5)
 # torch, and this package, whose class bodies have no errors.
-_OUTSIDE = str(Path(overrides.__file__).parent), str(Path(__file__).parents[1])
+_OUTSIDE = tuple(
+    [f"{x}{sep}" for x in (Path(overrides.__file__).parent, Path(__file__).parents[1])]
+)
 
 # Python's operators, by the names of their methods, and how code spells them.
 _NAMES = "add sub mul truediv and or xor gt ge lt le eq ne"
@@ -104,8 +107,11 @@ _OF_SCALARS: dict[Any, Callable[..., Any]] = {
 }
 # Functions that accept a Python number wherever they accept a 0-d tensor. Others are passed
 # 0-d tensors in place of numbers.
-_CLAMPS = (torch.clamp_min, torch.clamp_max, Tensor.clamp_min, Tensor.clamp_max)
-_TAKE_NUMBERS = {*_FORMS, *_CLAMPS, math.power}
+_TAKE_NUMBERS = {torch.clamp_min, torch.clamp_max, Tensor.clamp_min, Tensor.clamp_max}
+# Calls that take Python numbers in place of all tensors.
+_ARITHMETIC = {*_FORMS, math.power}
+# Functions with a keyword `alpha` or `value`, by which the product of the others is scaled.
+_SCALED = {"add", "sub", "subtract", "addcmul", "addcdiv"}
 # Pairs of a function and a type of numbers for which plain Python gives torch's result.
 _LOGICAL = (operator.and_, operator.or_, operator.xor)
 _PLAIN = {(fn, bool) for fn in _LOGICAL} | {
@@ -188,6 +194,13 @@ class Symbol(Node):
     def __float__(self) -> float:
         raise TypeError(_NO_FLOAT)
 
+    def __repr__(self) -> str:
+        return self.fn if isinstance(self.fn, str) else f"{self.fn.__name__}(...)"
+
+    def __copy__(self, memo: object = None) -> "Symbol":
+        return self
+
+    __deepcopy__ = __copy__
     __iter__ = __len__ = __bool__
     __int__ = __index__ = __float__
     __hash__ = object.__hash__
@@ -274,19 +287,20 @@ class Trace(TorchFunctionMode):
     ) -> Any:
         """Note a call of torch that involves a tensor or a number."""
         kwargs = kwargs or {}
-        if any([isinstance(x, Tensor | Symbol) for x in _flat((args, kwargs))]):
-            return self.call(fn, args, kwargs)
-        return fn(*args, **kwargs)
+        shows = getattr(fn, "__name__", "") in ("__repr__", "__format__")
+        traced = any([isinstance(x, Symbol) or self.has(x) for x in _flat((args, kwargs))])
+        return self.call(fn, args, kwargs) if traced and not shows else fn(*args, **kwargs)
 
     def call(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note a call, and return its result: an example tensor, or a `Symbol`."""
         fn, args, kwargs = _normal(fn, args, kwargs)
-        if fn in (torch.clamp, Tensor.clamp):
+        if fn in (torch.clamp, Tensor.clamp, torch.clip, Tensor.clip):
             return self._clamped(*args, **kwargs)
         # torch converts these two keywords to Python numbers, but a hyperparameter may be a
         # tensor in the step. So they are multiplied first.
+        scaled = getattr(fn, "__name__", "") in _SCALED
         for name in ("alpha", "value"):
-            if isinstance(kwargs.get(name), Symbol):
+            if scaled and isinstance(kwargs.get(name), Symbol):
                 x, y, *z = args
                 factor, kwargs = kwargs[name], {k: kwargs[k] for k in kwargs if k != name}
                 product = self.call(operator.mul, (factor, y), {})
@@ -314,6 +328,8 @@ class Trace(TorchFunctionMode):
         ) not in _PLAIN:
             chosen = in_double(chosen)
         value = chosen(*_mapped(_example, args), **_mapped(_example, kwargs))
+        if type(value) not in (bool, int, float):
+            raise Refused(f"cannot be traced: {fn.__name__} returns no number")
         if fn is torch.where and type(value) is float:
             more = [x if isinstance(x, Symbol) else float(x) for x in args[1:]]
             chosen, args = math.choose, (args[0], *more)
@@ -331,20 +347,24 @@ class Trace(TorchFunctionMode):
         narrow = not any([x.is_floating_point() for x in tensors])
         if narrow and fn is not torch.where and self._returns_floats(fn, args, kwargs):
             args = tuple([self._as_floats(x) if isinstance(x, Tensor) else x for x in args])
-        divides = fn is operator.truediv and isinstance(args[1], Tensor)
+        divides = fn is operator.truediv and _is_large(args[1])
         if divides and not _is_large(args[0]):
             # torch divides a Python number by a tensor in this way, but a 0-d tensor in
             # another. A hyperparameter is a number in some steps and a 0-d tensor in
             # others, and both have to give the same bits.
             return self._note(operator.mul, self._note(torch.reciprocal, args[1]), args[0])
         fn = _WITH_TENSORS.get(fn, fn)
-        if fn not in _TAKE_NUMBERS:
-            # Other functions of torch accept only tensors as some arguments.
-            numbers = [x for x in _flat((args, kwargs)) if isinstance(x, Symbol)]
-            kinds = (Symbol, float) if narrow or numbers else Symbol
+        if fn not in _ARITHMETIC:
+            # Other functions of torch accept only tensors as some arguments. The result of
+            # `rounded`, which is 0-d here, may be a number in the step.
+            symbols = any([isinstance(x, Symbol) for x in _flat((args, kwargs))])
+            kinds = (Symbol, float) if narrow or symbols else Symbol
+            numbers = fn in _TAKE_NUMBERS
 
             def convert(x: Any) -> Any:
-                return self._as_tensor(x, narrow) if isinstance(x, kinds) else x
+                small = isinstance(x, Tensor) and not _is_large(x)
+                converts = small or (isinstance(x, kinds) and not numbers)
+                return self._as_tensor(x, narrow) if converts else x
 
             args, kwargs = _mapped(convert, (args, kwargs))
         return self._note(fn, *args, **kwargs)
@@ -359,8 +379,10 @@ class Trace(TorchFunctionMode):
         read = _mapped(self._operand, (args, kwargs))
         value = fn(*_mapped(_example, read[0]), **_mapped(_example, read[1]))
         large = any([_is_large(x) for x in _flat((args, kwargs))])
-        if not isinstance(value, Tensor) or (large and value.shape != _SHAPE):
-            name = getattr(fn, "__name__", fn)
+        name = getattr(fn, "__name__", fn)
+        if not isinstance(value, Tensor):
+            raise Refused(_NOT_ELEMENTWISE.format(f"{name} returns no tensor"))
+        if large and value.shape != _SHAPE:
             raise Refused(_NOT_ELEMENTWISE.format(f"{name} has another shape"))
         if id(value) in self._of:  # x.contiguous(), for example, is x
             value = value.view_as(value)
@@ -379,7 +401,7 @@ class Trace(TorchFunctionMode):
             return self._converted(restored, x, type(x.value))
         return x
 
-    def _as_tensor(self, x: Symbol | float, integers: bool) -> Tensor:
+    def _as_tensor(self, x: Symbol | float | Tensor, integers: bool) -> Tensor:
         """Return a number as a 0-d tensor. Integers become floats, unless `integers`."""
         if integers or type(_example(x)) is not int:
             x = self._operand(x)
@@ -624,6 +646,8 @@ def _normal(
         )
     if name == "__bool__":
         raise Refused(_DECIDES)
+    if name == "__deepcopy__":
+        raise Refused("copies a tensor: use x.clone() for copy.deepcopy(x)")
     written = name[-1] == "_" and name[-2:] != "__" and fn not in _LOGICAL
     if written or name == "__setitem__":
         use = "torch.where" if name == "__setitem__" else name.strip("_")
@@ -631,8 +655,11 @@ def _normal(
         raise Refused(f"writes in place: use {use} for {name}{also}")
     if kwargs.get("out") is not None:
         raise Refused(f"writes in place: use {name} without out=")
-    named = [x for x in ("condition", "input", "self", "other", "exponent") if x in kwargs]
-    args = (*args, *[kwargs[x] for x in named])
+    names = "condition", "input", "self", "other", "exponent", "tensor1", "tensor2"
+    named = [x for x in names if x in kwargs]
+    args, kwargs = _mapped(_number, ((*args, *[kwargs[x] for x in named]), kwargs))
+    if fn is torch.tensor:  # which has no derivative
+        fn = torch.as_tensor
     kwargs = {k: x for k, x in kwargs.items() if k not in named}
     if fn is Tensor.where:
         fn, args = torch.where, (args[1], args[0], *args[2:])
@@ -661,6 +688,12 @@ def _mapped(fn: Callable[[Any], Any], x: Any) -> Any:
     if type(x) is dict:
         return {k: _mapped(fn, y) for k, y in x.items()}
     return type(x)([_mapped(fn, y) for y in x]) if type(x) in (tuple, list) else fn(x)
+
+
+def _number(x: Any) -> Any:
+    """Return a scalar of NumPy as a number of Python."""
+    scalar = type(x).__module__ == "numpy" and getattr(x, "ndim", None) == 0
+    return x.item() if scalar else x
 
 
 def _example(x: Any) -> Any:

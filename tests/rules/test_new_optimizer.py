@@ -768,7 +768,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (r"x \*\* 0\.5 for math", {"direction": lambda self, g: g * math.sqrt(self.b), **B}),
     ("uses a tensor that is neither", {"direction": lambda self, g: g * CONSTANT}),
     ("uses a tensor that is neither", {"direction": lambda self, g: g * torch.tensor(2.0)}),
-    ("numel has another shape", {"direction": lambda self, g: g / g.numel()}),
+    ("numel returns no tensor", {"direction": lambda self, g: g / g.numel()}),
     (r"reads \.shape", {"direction": lambda self, g: g / g.shape[0]}),
     ("norm has another shape", {"direction": lambda self, g: g / g.norm()}),
     ("any.* has another shape", {"direction": lambda self, g: g * g.any()}),

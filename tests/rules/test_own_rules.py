@@ -1,5 +1,6 @@
 """What a class body may say, what it costs, and what is said of mistakes in it."""
 
+import copy
 import inspect
 import math
 import subprocess
@@ -7,13 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import grad
 
-from optimi_func import AdamW, lamb, population
-from optimi_func.rules import Float, Optimizer, Shaped, Wide, check_number
+from optimi_func import SGD, AdamW, lamb, population, sgd
+from optimi_func.rules import Float, Optimizer, Shaped, Wide, check_number, rounded
 from optimi_func.testing import check_rule
 
 P = torch.tensor([1.0, 2.0])
@@ -614,3 +617,69 @@ def test_an_argument_that_no_rule_has_is_an_extra() -> None:
     for step in optimizer.step, lambda: value.step(p, p, value.init(p)):
         with pytest.raises(TypeError, match=said):
             step()
+
+
+K = torch.tensor(0.5, dtype=torch.float64)
+BODIES: dict[str, Any] = {
+    "numpy on the right": lambda g, x, a: a * np.sqrt(2) * g + (a + np.float64(2.5)) * x,
+    "numpy on the left": lambda g, x, a: np.float64(0.7) / a * g - np.float32(0.5) * a * x,
+    "a condition on a number of numpy": lambda g, x, a: torch.where(
+        a > np.float64(0.2), g, x
+    ),
+    "rsub": lambda g, x, a: torch.rsub(g, x, alpha=a),
+    "elu": lambda g, x, a: torch.nn.functional.elu(g, alpha=a),
+    "masked_fill": lambda g, x, a: g.masked_fill(x > 0, value=a),
+    "addcmul": lambda g, x, a: torch.addcmul(g, tensor1=x, tensor2=g, value=a),
+    "clip": lambda g, x, a: torch.clip(g, min=-a, max=0.5) + g.clip(-1.0, a),
+    "a tensor of a number": lambda g, x, a: torch.as_tensor(a) * g + x,
+    "rounded numbers": lambda g, x, a: (
+        torch.where(rounded(a) > 0.2, g, x)
+        + torch.where(g > 0, rounded(a), 0.0)
+        + 1 / rounded(a)
+        + rounded(a).clamp(max=0.2)
+    ),
+    "numbers of a constant": lambda g, x, a: g * K.item() + float(K) * a * x,
+    "copies of a number": lambda g, x, a: copy.copy(a) * g + copy.deepcopy(a) * x,
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("tensor", [False, True])
+def test_bodies_mean_what_they_mean_in_torch(name: str, tensor: bool) -> None:
+    class Body(Optimizer):
+        a: float = 0.3
+
+        def direction(self, g: Tensor, x: Tensor) -> Tensor:
+            return BODIES[name](g, x, self.a)
+
+    x = torch.tensor([1.0, -0.5, 0.25, -2.0], dtype=torch.float64)
+    g = torch.tensor([0.5, -1.0, 2.0, 0.1], dtype=torch.float64)
+    # torch divides a number by a tensor in two ways, which differ in the last bit.
+    expected = BODIES[name](g, x, torch.tensor(0.3, dtype=torch.float64))
+    a = torch.tensor(0.3, dtype=torch.float64) if tensor else 0.3
+    value = Body.pure(lr=1.0, a=a)
+    got = x - value.step(x, g, value.init(x))[0]
+    torch.testing.assert_close(got, expected, rtol=1e-14, atol=1e-14)
+
+
+def test_a_tensor_of_a_number_has_a_derivative() -> None:
+    class Body(Optimizer):
+        a: float = 0.3
+
+        def direction(self, g: Tensor) -> Tensor:
+            return g * torch.tensor(self.a)
+
+    def after(a: Tensor) -> Tensor:
+        value = Body.pure(lr=1.0, a=a)
+        return value.step(P, P, value.init(P))[0].sum()
+
+    assert grad(after)(torch.tensor(0.3)).item() == pytest.approx(-P.sum().item())
+
+
+def test_a_rule_may_be_traced_among_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SGD, "_rules", {})
+    monkeypatch.setattr(SGD, "_known", [])
+    with FakeTensorMode():
+        value, x = sgd(lr=0.1, momentum=0.9), torch.ones(2)
+        moved, _ = value.step(x, x, value.init(x))
+    assert isinstance(moved, FakeTensor) and moved.shape == (2,) and SGD._rules

@@ -810,13 +810,10 @@ class BaseOptimizer(Fields, Checkpoints):
         """
         trained = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
         alone = not (distributed.is_available() and distributed.is_initialized())
+        fine = bool(alone or params or any_distributed(trained))
         count = (self._empty_steps or 0) + bool(trained)
-        if alone or params or any_distributed(trained):
-            self._empty_steps = None
-        elif count < 2:
-            self._empty_steps = count
-        else:
-            self._empty_steps = None
+        self._empty_steps = None if fine or count == 2 else count
+        if not fine and count == 2:
             checks.warn_user(
                 f"{type(self).__name__} has taken two steps, and none of its "
                 f"{len(trained)} trainable parameters "

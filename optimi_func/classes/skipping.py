@@ -62,8 +62,8 @@ def finite_works(
 
     def begin() -> None:
         # A parameter may be in the list twice.
-        for g in {id(g): g for g in grads}.values():
-            if scale is not None:
+        if scale is not None:
+            for g in {id(g): g for g in grads}.values():
                 g.div_(scale)
         if on_device:
             if not isinstance(skipped, Tensor):

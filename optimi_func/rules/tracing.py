@@ -563,7 +563,7 @@ class _Writer:
         self.names = {x: f"x{i}" for i, x in enumerate(inputs)}
         self.space: dict[str, Any] = {}
         self.code = ""
-        self._forms, self._floats = forms, floats
+        self._inputs, self._forms, self._floats = inputs, forms, floats
 
     def term(self, x: Any) -> str:
         """Return the expression of a node or of a constant."""
@@ -603,8 +603,7 @@ class _Writer:
         self, name: str, lines: Sequence[str], inputs: Sequence[Node] | None = None
     ) -> Callable[..., Any]:
         """Return the function that these lines are the body of."""
-        names = [self.names[x] for x in (self.names if inputs is None else inputs)]
-        names = [x for x in dict.fromkeys(names) if x[0] == "x"]
+        names = [self.names[x] for x in (self._inputs if inputs is None else inputs)]
         source = "\n    ".join([f"def {name}({', '.join(names)}):", *lines])
         others = {k: x for k, x in self.space.items() if not callable(x)}
         self.code = f"{source}\n{others}\n"

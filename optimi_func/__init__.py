@@ -11,6 +11,7 @@ from torch.optim import LBFGS as LBFGS
 
 from optimi_func import compiled as compiled
 from optimi_func import functional as functional
+from optimi_func import hooks as hooks
 from optimi_func import memory as memory
 from optimi_func import optim as optim
 from optimi_func import population as population

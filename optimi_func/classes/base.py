@@ -58,8 +58,9 @@ from optimi_func.core.distributed import (
     comparable,
     to_local,
 )
+from optimi_func.core.hooks import Hook
 from optimi_func.core.owners import Holders, agree, holders_of
-from optimi_func.core.packed import is_capturing
+from optimi_func.core.packed import flatten, is_capturing
 from optimi_func.core.rule import (
     WHOLE_BATCH,
     Microbatch,
@@ -145,12 +146,12 @@ class BaseOptimizer(Fields, Checkpoints):
         corrected_decay: Multiply weight decay by lr^2 / max_lr instead of lr, so that
             weight decay fades together with the schedule (AdamC, arXiv:2506.02285). Raises
             an error together with decouple_lr.
-        cautious: Move an element only if the direction and the gradient have the same sign.
-            The moves of these elements are divided by the fraction of elements that move,
-            so that steps do not become shorter, but a move is multiplied by at most 1000
-            (arXiv:2411.16085). Weight decay does not change. Muon, SOAP and other rules
-            whose direction is not elementwise raise an error, and so do Prodigy and
-            Schedule-Free.
+        cautious: True is short for the hook `hooks.cautious()` before all others. It moves
+            an element only if the direction and the gradient have the same sign
+            (arXiv:2411.16085).
+        hooks: Changes of the direction before it is multiplied by lr and written, in order,
+            such as [hooks.floor(0.35)]: see `optimi_func.hooks`. Weight decay does not
+            change.
         skip_nonfinite: With "step", all processes skip a step if any gradient in any
             process contains an inf or NaN. `optimizer.skipped_steps` counts the skipped
             steps. The host waits for the device in every step, unless capturable=True.
@@ -182,6 +183,7 @@ class BaseOptimizer(Fields, Checkpoints):
     cautious_decay: InitVar[bool] = False
     corrected_decay: InitVar[bool] = False
     cautious: InitVar[bool] = False
+    hooks: InitVar[Sequence[Hook]] = ()
     skip_nonfinite: InitVar[Literal["step", False]] = False
     process_group: "torch.distributed.ProcessGroup | None" = None
 
@@ -661,7 +663,7 @@ class BaseOptimizer(Fields, Checkpoints):
     def check_accumulates(self) -> None:
         """Raise if the state of a group cannot accumulate a step's gradient in parts."""
         for group in self.param_groups:
-            checks.check_accumulates(self.rule_of(group), group["cautious"])
+            checks.check_accumulates(self.rule_of(group), self.bound_of(group).every_hook)
 
     def group_of(self, param: Tensor) -> Group:
         """Return the group that holds a parameter; raise if none does."""
@@ -874,7 +876,7 @@ class BaseOptimizer(Fields, Checkpoints):
                 bound = bound.with_lr(inputs[0])
                 self._bound[id(group)] = inputs, bound
                 return bound
-        flat = [y for x in inputs[:-1] for y in (x if isinstance(x, tuple) else (x,))]
+        flat = flatten(inputs[:-1])
         plain, numbers = PLAIN.issuperset(map(type, flat)), inputs[:-1]
         if not plain:
             self._check_numbers(group)

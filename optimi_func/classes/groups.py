@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.core import checks
 from optimi_func.core.distributed import redistribute_like
+from optimi_func.core.hooks import is_hook
 from optimi_func.core.rule import Rule, Storage
 from optimi_func.core.storage import as_dtype, check_stored, group_storage
 from optimi_func.execution.executors import Executor
@@ -39,6 +40,8 @@ def plain_number(x: Any) -> Any:
         return tuple(map(plain_number, x))
     if isinstance(x, Storage):
         return x._replace(moments=plain_number(x.moments))
+    if is_hook(x):
+        return x
     if isinstance(x, torch.dtype):  # json has none
         return str(x)
     x = checks.plain(x)
@@ -235,7 +238,8 @@ def as_scalar(x: Any, params: Sequence[Tensor], capturable: bool) -> Any:
     if type(x) in PLAIN:
         return x
     if isinstance(x, (tuple, list)):
-        return tuple([as_scalar(y, params, capturable) for y in x])
+        many = [as_scalar(y, params, capturable) for y in x]
+        return type(x)(*many) if is_hook(x) else tuple(many)
     if not isinstance(x, Tensor):
         return checks.plain(x)
     if x.numel() != 1:  # of an option that takes no tensor: the value refuses it

@@ -381,12 +381,12 @@ def check_given(rule: Rule, coeffs: object) -> None:
         )
 
 
-def check_accumulates(rule: Rule, cautious: bool) -> None:
-    """Raise if accumulation="states" cannot work with this rule, or with `cautious`."""
-    if cautious:
+def check_accumulates(rule: Rule, hooks: Iterable[Any]) -> None:
+    """Raise if accumulation="states" cannot work with this rule, or with these hooks."""
+    for x in (x for x in hooks if x.reads_gradient):
         raise ValueError(
-            "accumulation='states' with cautious=True: cautious compares signs with the "
-            "whole gradient, which is never there. Use accumulation='buffer'"
+            f"accumulation='states' with the hook {x}, which reads the whole gradient of a "
+            "step. It is never there. Use accumulation='buffer'"
         )
     if rule.accumulate is None:
         raise ValueError(

@@ -6,7 +6,7 @@ differ in where they compute and write, but not in the formula.
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.core.codes import narrow, remainder_dtype, round_to, to, widen
 from optimi_func.core.distributed import distribute_like, on_whole, whole
+from optimi_func.core.hooks import Keyed, TakeMeans, hook_rounds, hooked
 from optimi_func.core.math import plus, scalar_dtype, times
 from optimi_func.core.pairs import as_complex, as_real, stored
 from optimi_func.core.rule import (
@@ -29,9 +30,6 @@ from optimi_func.core.rule import (
 )
 from optimi_func.core.storage import Storage, decode, encode
 
-# Returns the mean of each tensor, and the maximum of so many of the last.
-TakeMeans: TypeAlias = Callable[[list[Tensor], int], list[Tensor]]
-
 
 def whole_means(tensors: list[Tensor], tops: int = 0) -> list[Tensor]:
     """Return the mean of each tensor, and of the last ones the maximum, of no shard."""
@@ -46,9 +44,9 @@ def whole_means(tensors: list[Tensor], tops: int = 0) -> list[Tensor]:
 def count_means(rule: Rule, rates: Rates, write: bool = True) -> tuple[int, ...]:
     """Return the number of means over the whole tensor in each round of a step.
 
-    A round is before the direction (`Rule.measure`), after it, or of the finished delta
-    (`Rule.after_means`), and a step has at most one of each. Those of the first are known
-    with the number of elements before them.
+    A round is before the direction (`Rule.measure`), of hooks, of the direction
+    (`Rule.means`), or of the finished delta (`Rule.after_means`). Those of the first are
+    known with the number of elements before them.
     """
     return tuple([number for number, _ in _rounds(rule, rates, write)])
 
@@ -62,8 +60,9 @@ def _rounds(rule: Rule, rates: Rates, write: bool) -> list[tuple[int, int]]:
     before, means, after = rule.measure, rule.means, rule.after_means
     rounds = [] if before is None else [(before.number, before.tops)]
     if write:
-        number, tops = (0, 0) if means is None else (means.number, means.tops)
-        rounds.append((number + len(rates.cautious), tops))
+        hooks = rates.hooks[rule.mapped_hooks :]
+        rounds += [(number, 0) for number in hook_rounds(hooks)]
+        rounds += [] if means is None else [(means.number, means.tops)]
         rounds += [] if after is None else [(after.number, after.tops)]
     return [x for x in rounds if x[0]]
 
@@ -157,15 +156,15 @@ def leaf_step(
         coeffs, kept <- measure.settle(mean(measure(g, x, state)))
         d, state <- direction(g, state)
         d, fields <- whole(d, x, fields)
+        d <- hook(d, g, x)                                              for each hook
         u <- -(lr * d + decay * x) / divisor(mean(measure(g, x, d)))    or d alone / divisor
         u, state <- after(x, u, state, mean(after_means(x, u, state)))
         p <- round(p + (comp + u)),   comp <- what that rounding lost
 
     Decay is part of the delta, because a bfloat16 parameter times 1 - 1e-5 is itself, while
     its compensation keeps the 1e-5. Cautious decay (arXiv:2510.12402) leaves out decay * x,
-    and a proximal kind's division, for elements of d and x that differ in sign. Cautious
-    updates (arXiv:2411.16085) leave out the elements of d that differ from g in sign, and
-    divide the others by their share, but by no less than 1e-3.
+    and a proximal kind's division, for elements of d and x that differ in sign. The map
+    `whole` applies the first hooks itself if their norms are those of matrices or rows.
 
     write=False moves only the state (accumulating). take_means returns the mean of each
     tensor over the whole parameter, of which the leaf may be a shard, and of so many of the
@@ -212,10 +211,12 @@ def leaf_move(
             for name in rule.whole.reads:
                 i = -1 if name == "x" else rule.fields.index(name)
                 read.append(x if i < 0 else _stored(new[i], old[i], state[i], dither))
-            given = d, tuple(read), mapped, c
+            given = d, tuple(read), mapped, c, r
             d, new_fields = on_whole(rule.whole.map, *given, by_matrix=rule.whole.by_matrix)
             # Results share no memory with arguments.
             mapped = tuple([y.clone() if y is x else y for x, y in zip(mapped, new_fields)])
+        if r.hooks:
+            d = hooked(r.hooks[rule.mapped_hooks :], d, g, x, r.lr, take_means)
         d = _delta(rule, g, x, d, shared, c, r, take_means)
 
     def add(u: Tensor) -> Leaf:
@@ -306,11 +307,6 @@ def _delta(
     """Return the delta of a direction, with decay."""
     lr, decaying, by = r.lr, x, rule.means.divides if rule.means is not None else ""
     measured: list[Tensor] = []
-    # Products of signs, because the product of two values may underflow.
-    if r.cautious:
-        agrees = (d.sign() * g.sign()).clamp_min(0.0)
-        d = agrees * d
-        measured.append(agrees)
     for undecayed_lr in r.undecayed_lr:
         # 0 if the signs differ, else 1.
         decays = (d.sign() * x.sign()).clamp_max(0.0) + 1.0
@@ -322,13 +318,9 @@ def _delta(
         measured += rule.means.measure(g, x, d, added, shared, coeffs)
     tops = 0 if rule.means is None else rule.means.tops
     means = take_means(measured, tops) if measured else []
-    scale: Scalar = 1.0
-    if r.cautious:
-        scale = 1.0 / means.pop(0).clamp_min(1e-3)
-        d = d * scale
     if rule.means is None or rule.means.divisor is None:
         return -plus(lr * d, r.decay, decaying)
-    divisor = rule.means.divisor(means, scale, r.lr, r.decay, coeffs)
+    divisor = rule.means.divisor(means, 1.0, r.lr, r.decay, coeffs)
     if by == "direction":
         return -plus(lr * d / divisor, r.decay, decaying)
     return -plus(lr * d, r.decay, decaying) / divisor
@@ -407,7 +399,7 @@ def rates(
     max_lr: Scalar | None,
     maximize: bool,
     cautious_decay: bool,
-    cautious: bool,
+    hooks: tuple[Keyed, ...] = (),
 ) -> Rates:
     """Return the rates for a kind of decay.
 
@@ -425,10 +417,9 @@ def rates(
     cautious_decay has no effect.
     """
     grad_scale = -1.0 if maximize else 1.0
-    masked = (True,) if cautious else ()
     if kind in ("l2", "own"):
         l2 = weight_decay if kind == "l2" else 0.0
-        return Rates(lr, 0.0, l2, grad_scale, (), masked)
+        return Rates(lr, 0.0, l2, grad_scale, (), hooks)
     scheduled = lr
     if kind.startswith("fully") and max_lr is not None:
         scheduled = lr / max_lr
@@ -439,5 +430,5 @@ def rates(
     if kind.endswith("proximal"):
         # (p - lr*d) / (1 + share) = p - (lr*d + share*p) / (1 + share)
         shrunk = 1.0 + share
-        return Rates(lr / shrunk, share / shrunk, 0.0, grad_scale, undecayed, masked)
-    return Rates(lr, share, 0.0, grad_scale, undecayed, masked)
+        return Rates(lr / shrunk, share / shrunk, 0.0, grad_scale, undecayed, hooks)
+    return Rates(lr, share, 0.0, grad_scale, undecayed, hooks)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from optimi_func.core.hooks import Reduction
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import Rule, Scalars
 from optimi_func.core.torch_private import foreach_add_
@@ -26,20 +27,20 @@ class Packed:
         self.scalars, self.finite = scalars, finite
         self._folded: Packed | None = None
         self._made: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        coeffs, (*four, undecayed, cautious), dither = scalars
+        coeffs, (*four, undecayed, hooks), dither = scalars
         # pytree's order, without its cost at every step.
-        leaves: list[Any] = [*coeffs, *four, *undecayed, *cautious, dither]
+        leaves: list[Any] = [*coeffs, *four, *undecayed, *hooks, dither]
         kinds = set(map(type, leaves))
         if kinds != _FLOAT:
-            leaves = _flatten(leaves)
+            leaves = flatten(leaves)
             kinds = set(map(type, leaves))
         # A bool is a static choice and part of the kernel, and so is "None", a number that
-        # a map lacks. The others are its argument.
+        # a map lacks, and the key of a hook. The others are its argument.
         self.statics: tuple[bool | str | None, ...] = (None,) * len(leaves)
         self._values, self.on_host = leaves, True
         if kinds == _FLOAT:
             return
-        if not kinds.isdisjoint((bool, type(None))):
+        if not kinds.isdisjoint((bool, type(None), str)):
             values = [str(x) if x is None else x for x in leaves]
             self.statics = tuple([x if isinstance(x, bool | str) else None for x in values])
             self._values = [x for x in values if not isinstance(x, bool | str)]
@@ -145,5 +146,12 @@ def _uploaded(values: Sequence[float], dtype: torch.dtype, device: torch.device)
     return host.to(device, non_blocking=True)
 
 
-def _flatten(x: Iterable[object]) -> list[object]:
-    return [z for y in x for z in (_flatten(y) if isinstance(y, tuple) else (y,))]
+def flatten(x: Iterable[object]) -> list[object]:
+    """Return the items of nested tuples, but not what a hook's means are taken over."""
+    items: list[object] = []
+    for y in x:
+        if isinstance(y, tuple):
+            items += flatten(y)
+        elif not isinstance(y, Reduction):
+            items.append(y)
+    return items

@@ -24,6 +24,8 @@ from typing import (
 import torch
 from torch import Tensor
 
+from optimi_func.core.layout import Layout
+
 T = TypeVar("T")
 
 # A number that may be traced, differentiated or vmapped: 0-d if it is a Tensor.
@@ -145,9 +147,9 @@ class Whole(NamedTuple):
     Executors gather the shards of a tensor for it.
 
     Attributes:
-        map: `(d, read, fields, coeffs) -> (d, fields)`: maps the direction of a whole
-            tensor, in its shape and dtype, before it becomes a delta, and writes to no
-            argument. `read` has what `reads` names.
+        map: `(d, read, fields, coeffs, rates) -> (d, fields)`: maps the direction of a
+            whole tensor, in its shape and dtype, before it becomes a delta, and writes to
+            no argument. `read` has what `reads` names.
         fields: The names of the State's last fields, if they are the map's. `direction` is
             given None for them, and may leave them out of its result. `init` makes them by
             `whole_field`, in shapes of their own.
@@ -158,6 +160,9 @@ class Whole(NamedTuple):
             first fields, which are given as the direction's step stores them.
         by_matrix: True if of a stack (three dimensions) each matrix is mapped by itself,
             with its part of each field, whose first dimension is the stack's.
+        layout: What has the methods `matrices` and `joined`: see `Layout`. Hooks over
+            matrices and rows ask it what the matrices of a tensor are.
+        hooks: How many of the first of `Rates.hooks` the map applies: see `core.hooks`.
     """
 
     map: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
@@ -166,6 +171,8 @@ class Whole(NamedTuple):
     draws: bool = False
     reads: tuple[str, ...] = ()
     by_matrix: bool = False
+    layout: Any = Layout()
+    hooks: int = 0
 
 
 class derived(Generic[T]):
@@ -326,6 +333,11 @@ class Rule:
         """True if `whole` draws random numbers."""
         return self.whole is not None and self.whole.draws
 
+    @property
+    def mapped_hooks(self) -> int:
+        """How many of the first of `Rates.hooks` are part of the map."""
+        return 0 if self.whole is None else self.whole.hooks
+
     def at_place(self, coeffs: Any, place: int | Tensor) -> Any:
         """Return coefficients for `whole` of the parameter at a place of the optimizer."""
         return coeffs._replace(whole=(*coeffs.whole, place)) if self.draws else coeffs
@@ -370,8 +382,8 @@ class Rates(NamedTuple):
         u = -(lr * d(grad_scale * g + l2 * p) + decay * p)
 
     All kinds of decay, maximize and gradient scaling are values of these four, so that
-    none of them needs another graph. Cautious decay and cautious updates do need one each,
-    because they cost operations. In a pure step that runs at once, a decay or l2 of None is
+    none of them needs another graph. Cautious decay and hooks do need others, because they
+    cost operations. In a pure step that runs at once, a decay or l2 of None is
     0 and a grad_scale of None is 1, so that they cost none.
     """
 
@@ -382,9 +394,8 @@ class Rates(NamedTuple):
     # Cautious decay: the lr of elements that do not decay, where d and p differ in sign. An
     # empty tuple turns it off and adds no kernel argument.
     undecayed_lr: tuple[Scalar, ...] = ()
-    # (True,): cautious updates, which move only the elements whose direction and gradient
-    # have the same sign. An empty tuple turns them off.
-    cautious: tuple[bool, ...] = ()
+    # The hooks that change d, each with its key before it: see `core.hooks`.
+    hooks: tuple[tuple[str, Any], ...] = ()
 
 
 class Scalars(NamedTuple):

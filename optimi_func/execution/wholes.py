@@ -206,7 +206,7 @@ class WholeLaunch(Launch):
                 launch.readdress(lists)
             launch.run(before, None)
         del before  # with its buffers
-        self._map(list(rows), own, into, [x.scalars.coeffs for x in packed])
+        self._map(list(rows), own, into, [x.scalars for x in packed])
         rest = given[count:] if self._second is gradient_rule else given
         lists = lists._replace(grads=directions, given=rest)
         moves = list(map(self._of_moves, packed))
@@ -227,7 +227,8 @@ class WholeLaunch(Launch):
         """Return those of the second: the direction has grad_scale and l2 in it."""
         coeffs, rates, dither = packed.scalars
         coeffs = NoState() if self._second is gradient_rule else coeffs
-        rates = rates._replace(l2=0.0, grad_scale=1.0)
+        hooks = rates.hooks[self._rule.mapped_hooks :]  # the map has applied the others
+        rates = rates._replace(l2=0.0, grad_scale=1.0, hooks=hooks)
         return Packed(Scalars(coeffs, rates, dither))
 
     def _map(
@@ -235,7 +236,7 @@ class WholeLaunch(Launch):
         rows: list[list[Tensor]],
         own: list[list[Any]],
         into: list[list[Any]],
-        coeffs: Sequence[Named],
+        scalars: Sequence[Scalars],
     ) -> None:
         """Map each direction and its fields, in place."""
         assert self._rule.whole is not None
@@ -244,7 +245,8 @@ class WholeLaunch(Launch):
         owned: dict[tuple[object, ...], list[Owned]] = {}
 
         def whole(d: Any, read: Any, fields: Any, at: int, place: Any) -> Any:
-            return how.map(d, read, fields, rule.at_place(coeffs[at], place))
+            coeffs, rates, _ = scalars[at]
+            return how.map(d, read, fields, rule.at_place(coeffs, place), rates)
 
         def read(item: Owned) -> tuple[Tensor, ...]:
             return self._read(item, own, into) if item.read is None else item.read
@@ -428,6 +430,7 @@ def _fits(rule: Rule, u: Update) -> bool:
     whole = slot.shard is None and slot.holders is None and not slot.paired
     plain = u.can_be_cut and not slot.coded and p.is_contiguous() and p.numel() > 0
     plain = plain and not u.given and rule.after is None
+    plain = plain and not u.scalars.scalars.rates.hooks
     kept = slot.mapped is not None and all([dtype == wide for dtype, _ in slot.mapped])
     return updates_lists(p.device) and p.dim() in EXAMPLES and whole and plain and kept
 

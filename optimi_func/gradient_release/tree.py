@@ -78,7 +78,7 @@ class TreeOptimizer:
 
     def check_accumulates(self) -> None:
         """Raise if accumulation="states" cannot work with this optimizer."""
-        check_accumulates(self.optimizer.rule, self.optimizer.cautious)
+        check_accumulates(self.optimizer.rule, self.optimizer.every_hook)
 
     def group_of(self, param: Tensor) -> dict[str, bool]:
         """Return the options of a parameter, as if it were in a param group."""

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from optimi_func.classes.fields import FloatOrNone
 from optimi_func.core import storage
-from optimi_func.core.checks import is_on
 from optimi_func.core.layout import GivenSplit, Layout, as_layout, sides
 from optimi_func.core.math import is_differentiated, iterated_in, norm, product, symmetric
 from optimi_func.core.rule import Scalar
+from optimi_func.hooks import hyperball
 from optimi_func.rules import (
     Body,
     Field,
@@ -295,25 +295,16 @@ class Muon(Body, name="muon"):
             return b, new
         return (1 - self.momentum) * g + self.momentum * b, new
 
-    @property
-    def whole(self) -> Callable[..., Any]:
-        """The method that maps whole tensors. It takes p only if hyperball=True."""
-        return self.on_sphere if self.hyperball else self.mapped
+    def own_hooks(self) -> tuple[Any, ...]:
+        """Return the hook that hyperball=True is short for."""
+        return (hyperball("matrix"),) if self.hyperball else ()
 
-    def mapped(self, d: Tensor, s: Any) -> Any:
-        return self.on_sphere(d, s, None, 0.0)
-
-    def on_sphere(self, d: Tensor, s: Any, x: Tensor | None, lr: Scalar) -> Any:
+    def whole(self, d: Tensor, s: Any) -> Any:
         """Return the direction, and also the state if it contains averages of squares."""
         squares = self.layout_of_squares.matrices(s[1]) if len(s) > 1 else repeat(None)
-        points = repeat(None) if x is None else self.matrices(x)
-        moves: list[Tensor] = []
-        averages: list[Tensor] = []
-        for y, v, w in zip(self.matrices(d), squares, points):
-            move, v = self.scaled(y, v)
-            moves.append(move if w is None else on_sphere(move, w, rounded(lr, w)))
-            averages += [] if v is None else [v]
-        move = self.joined(moves, d)
+        pairs = [self.scaled(y, v) for y, v in zip(self.matrices(d), squares)]
+        move = self.joined([x for x, _ in pairs], d)
+        averages = [v for _, v in pairs if v is not None]
         if not averages:
             return move
         squares = self.layout_of_squares.joined(averages, s[1])
@@ -381,11 +372,6 @@ def check_options(given: Muon) -> None:
             f"Invalid adjust_lr_fn: adjust_lr_fn={given.adjust_lr_fn!r}: allowed are "
             f"{[*SCALES, NUCLEAR]} and None, which is 'original'"
         )
-    if given.hyperball and is_on(given.weight_decay):
-        raise ValueError(
-            f"Invalid weight_decay: weight_decay={given.weight_decay!r}: allowed is 0 with "
-            "hyperball=True, which keeps norms"
-        )
 
 
 def moved_by(x: Tensor, table: tuple[Triple, ...]) -> tuple[float, Tensor]:
@@ -405,22 +391,6 @@ def moved_by(x: Tensor, table: tuple[Triple, ...]) -> tuple[float, Tensor]:
         factor = symmetric(factor, power, factor, a) + q * power
         q = q * a
     return q, factor
-
-
-def on_sphere(u: Tensor, w: Tensor, lr: Scalar) -> Tensor:
-    """Return the direction that moves w by lr R along u and then scales w back to norm R.
-
-    The direction is (w - R y / ||y||) / lr with y = w - lr R u / ||u||, but it is computed
-    without dividing by lr.
-    """
-    tiny = torch.finfo(w.dtype).tiny
-    length, radius = (norm(x, dim=(-2, -1), keepdim=True) for x in (u, w))
-    u = u / length.clamp_min(tiny)
-    cosine = (u * w).sum((-2, -1), keepdim=True) / radius.clamp_min(tiny)
-    # (||y||^2 / R^2 - 1) / lr, which is 0 if u is.
-    longer = lr * (length / length.clamp_min(tiny)) - 2 * cosine
-    square = 1 + lr * longer
-    return longer / (square + root(square)) * w + radius / root(square) * u
 
 
 State = Muon.Momentum  # the name of this class in saved files

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from optimi_func.classes.groups import by_pattern, param_groups_by_name
 from optimi_func.classes.options import with_options
 from optimi_func.core.checks import check_number
+from optimi_func.core.hooks import Hook, keep_norms
 from optimi_func.core.layout import as_layout, sides
 from optimi_func.core.lists import grouped
 from optimi_func.core.rule import Options
@@ -79,6 +80,8 @@ def MuonAdamW(  # noqa: D417
     cautious_decay: bool = False,
     corrected_decay: bool = False,
     cautious: bool = False,
+    hooks: Sequence[Hook] = (),
+    adamw_hooks: Sequence[Hook] = (),
     **options: Unpack[Options],
 ) -> Mixed:
     """Return a `Mixed` with Muon for hidden matrices and AdamW for all other parameters.
@@ -145,6 +148,10 @@ def MuonAdamW(  # noqa: D417
         element_beta: See `Muon`. A number turns on AdaMuon.
         hyperball: See `Muon`. With hyperball=True, hidden matrices do not decay, and lr is
             a fraction of their norms, so pass a separate adamw_lr for AdamW.
+        hooks: Changes of the directions of hidden matrices: see `optimi_func.hooks`. With
+            hooks that keep norms, such as [hooks.hyperball("matrix")], hidden matrices do
+            not decay.
+        adamw_hooks: The same for the parameters that AdamW updates.
         betas: See `AdamW`.
         eps: See `AdamW`.
         row_beta: See `NorMuon`. If you pass a row_beta, NorMuon is used instead of Muon.
@@ -189,15 +196,17 @@ def MuonAdamW(  # noqa: D417
         )
     own = dict(momentum=momentum, nesterov=nesterov, ns_dtype=ns_dtype, ns_steps=ns_steps)
     own |= dict(ns_coefficients=ns_coefficients, adjust_lr_fn=adjust_lr_fn)
-    own |= dict(element_beta=element_beta, hyperball=hyperball)
+    own |= dict(element_beta=element_beta, hyperball=hyperball, hooks=hooks)
     shared = dict(decouple_lr=decouple_lr, maximize=maximize, cautious=cautious)
     shared |= dict(cautious_decay=cautious_decay, corrected_decay=corrected_decay)
     matrices = muon if row_beta is None else partial(normuon, row_beta=row_beta)
-    of_adamw = partial(adamw, betas=betas, eps=eps, **shared)
+    of_adamw = partial(adamw, betas=betas, eps=eps, hooks=adamw_hooks, **shared)
     second_lr = lr if adamw_lr is None else adamw_lr
     decay = weight_decay if adamw_weight_decay is None else adamw_weight_decay
     # Of each kind: see `_kinds`.
-    rules = [(partial(matrices, **own, **shared), lr, 0.0 if hyperball else weight_decay)]
+    own_decay = 0.0 if hyperball or keep_norms(hooks) else weight_decay
+    decay = 0.0 if keep_norms(adamw_hooks) else decay
+    rules = [(partial(matrices, **own, **shared), lr, own_decay)]
     rules += [(of_adamw, second_lr, decay), (of_adamw, second_lr, 0.0)]
     patterns = dict(exclude=exclude, include=include, transposed=transposed)
     chosen = _chosen(model, hidden, patterns)

@@ -122,7 +122,7 @@ class ScheduleFreeOptimizer(Evaluated, Body):
     def check(self: Any) -> None:
         # If it were 0, x could not be computed from y.
         check_number("beta1 parameter", "betas[0]", self.share(), above=0.0, below=1.0)
-        if self.cautious:
+        if self.cautious or any([x.reads_gradient for x in self.hooks]):
             raise ValueError(
                 "cautious=True with a direction that always has the gradient's sign, so "
                 "that there is nothing to leave out. Allowed is cautious=False"

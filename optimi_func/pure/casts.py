@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 from numbers import Real
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,10 +12,12 @@ from torch.utils import _pytree as pytree
 from optimi_func.core.checks import shown, value_of
 from optimi_func.core.leaf import leaf_dtype, leaf_sums
 from optimi_func.core.math import scalar_dtype
-from optimi_func.core.packed import Packed
+from optimi_func.core.packed import Packed, flatten
 from optimi_func.core.rule import Leaf, Named, PyTree, Rule, Scalar, Scalars
 from optimi_func.core.torch_private import is_constant, is_unwatched
 from optimi_func.pure.tree import FlatTree, LeafState, running_tensors
+
+T = TypeVar("T")
 
 PLAIN = {float, int, bool, str, type(None)}
 
@@ -39,7 +41,7 @@ class Kept:
         rest = dict(kwargs)
         lr, flat = rest.pop("lr", getattr(cls, "lr", None)), list[object]()
         for x in rest.values():
-            flat += x if type(x) is tuple else (x,)
+            flat += flatten(x) if type(x) is tuple else (x,)
         # 1, 1.0 and True are equal, but not equally allowed.
         kinds = tuple(map(type, flat))
         if type(lr) is not float or not PLAIN.issuperset(kinds):
@@ -149,11 +151,16 @@ def called(optimizer: Any, t: Scalar) -> dict[str, Any]:
     flat = [y for x in numbers.values() for y in (x if type(x) is tuple else (x,))]
     if not any(map(callable, flat)):
         return numbers
-    values = pytree.tree_map(lambda x: x(t - 1.0) if callable(x) else x, numbers)
+    values = at_step(numbers, t)
     now = object.__new__(type(optimizer))
     now.__dict__.update(optimizer.__dict__, **values)
     now.check()  # the values that schedules have at this step
     return values
+
+
+def at_step(numbers: T, t: Scalar) -> T:
+    """Return a tree of numbers at step t (1-based), with schedules called."""
+    return pytree.tree_map(lambda x: x(t - 1.0) if callable(x) else x, numbers)
 
 
 def resolve_tree(name: str, numbers: PyTree, step: Tensor) -> PyTree:

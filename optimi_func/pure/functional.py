@@ -15,6 +15,15 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.core import checks
 from optimi_func.core.codes import dither_at, to
+from optimi_func.core.hooks import (
+    check_hooks,
+    checked,
+    count_mapped,
+    keep_norms,
+    keyed,
+    over,
+    with_hooks,
+)
 from optimi_func.core.leaf import (
     leaf_dtype,
     leaf_eval_point,
@@ -24,7 +33,7 @@ from optimi_func.core.leaf import (
     whole_means,
 )
 from optimi_func.core.math import scalar_dtype
-from optimi_func.core.packed import Packed
+from optimi_func.core.packed import Packed, flatten
 from optimi_func.core.pairs import as_real_for
 from optimi_func.core.philox import Noise, drawn
 from optimi_func.core.program import step_now
@@ -42,7 +51,16 @@ from optimi_func.core.rule import (
     derived,
 )
 from optimi_func.core.storage import seed_in, storage_of
-from optimi_func.pure.casts import PLAIN, Casts, Kept, called, resolve, resolve_tree
+from optimi_func.hooks import cautious
+from optimi_func.pure.casts import (
+    PLAIN,
+    Casts,
+    Kept,
+    at_step,
+    called,
+    resolve,
+    resolve_tree,
+)
 from optimi_func.pure.tree import (
     NO_RUNNING,
     FlatTree,
@@ -70,7 +88,8 @@ class Owner(Protocol):
     """The interface of the class body in which the rule of a pure optimizer is written.
 
     `rules.Body` has this interface. It is not imported, because it is in a folder above
-    this one. A class body may also have the methods `check`, `init` and `mistakes`.
+    this one. A class body may also have the methods `check`, `init`, `mistakes` and
+    `own_hooks`.
     """
 
     _name: ClassVar[str]
@@ -132,12 +151,11 @@ class FunctionalOptimizer(Kept):
         corrected_decay: Multiply weight decay by lr^2 / max_lr instead of lr, so that
             weight decay fades together with the schedule (AdamC, arXiv:2506.02285). Raises
             an error together with `decouple_lr`.
-        cautious: Move an element only if the direction and the gradient have the same sign.
-            The moves of these elements are divided by the fraction of elements that move,
-            so that steps do not become shorter, but a move is multiplied by at most 1000
-            (arXiv:2411.16085). Weight decay does not change. Rules whose direction mixes
-            the elements of a matrix (Muon, SOAP) raise an error, and so do Prodigy and
-            Schedule-Free.
+        cautious: True is short for the hook `hooks.cautious()` before all others. It moves
+            an element only if the direction and the gradient have the same sign.
+        hooks: Changes of the direction before it is multiplied by lr and written, in order,
+            such as [hooks.floor(0.35)]: see `optimi_func.hooks`. Their numbers may be 0-d
+            tensors and schedules, too.
 
     Raises:
         ValueError: A hyperparameter is out of range.
@@ -151,7 +169,7 @@ class FunctionalOptimizer(Kept):
     # Defaults of those that take numbers.
     number_defaults: ClassVar[Mapping[str, object]] = {}
     # Keywords that take no number, so that `check` alone can check them.
-    choices: ClassVar[tuple[str, ...]] = ()
+    choices: ClassVar[tuple[str, ...]] = ("hooks",)
     # Names of an entry's tensors, in any of its forms.
     entry_fields: ClassVar[frozenset[str]] = frozenset()
     # Its step returns trees of the same structure, so that no caller checks them.
@@ -167,11 +185,24 @@ class FunctionalOptimizer(Kept):
     cautious_decay: bool = False
     corrected_decay: bool = False
     cautious: bool = False
+    hooks: Sequence[Any] = ()
+
+    @derived
+    def every_hook(self) -> tuple[Any, ...]:
+        """The hooks: those of the class body, `cautious` as an option, and `hooks`."""
+        own, hooks = (), checked(type(self).__name__, self.hooks)
+        if hasattr(self.owner, "own_hooks"):
+            own = self.owner.with_values(self).own_hooks()
+        return (*own, *[cautious()] * self.cautious, *hooks)
 
     @derived
     def rule(self) -> Rule:
         """The mathematics, a rule for each combination of static options."""
-        return self.owner._rule_with(self)
+        rule, every = self.owner._rule_with(self), self.every_hook
+        if not (count := count_mapped(every)):
+            return rule
+        check_hooks(type(self).__name__, rule, every)
+        return with_hooks(rule, tuple([(x.key, over(x)) for x in every[:count]]))
 
     @derived
     def init_numbers(self) -> Numbers:
@@ -259,10 +290,16 @@ class FunctionalOptimizer(Kept):
         except (ArithmeticError, ValueError, TypeError):
             return None
 
-    def rates(self, lr: Scalar, weight_decay: Scalar, max_lr: Scalar | None) -> Rates:
+    def rates(
+        self,
+        lr: Scalar,
+        weight_decay: Scalar,
+        max_lr: Scalar | None,
+        hooks: Sequence[Any],
+    ) -> Rates:
         """Return the rates of a step; if max_lr is None, lr is the largest."""
         top = lr if max_lr is None else max_lr
-        kind = (self.decay, top, self.maximize, self.cautious_decay, self.cautious)
+        kind = (self.decay, top, self.maximize, self.cautious_decay, keyed(hooks))
         found = rates(lr, weight_decay, *kind)
         if self.owner._lr == "factor":
             return found
@@ -272,7 +309,14 @@ class FunctionalOptimizer(Kept):
     def rates_now(self) -> Rates:
         """The rates, for an lr and a weight_decay that are neither schedules nor trees."""
         lr, decay = cast(tuple[Scalar, Scalar], (self.lr, self.weight_decay))
-        return self.rates(lr, decay, self.max_lr)
+        return self.rates(lr, decay, self.max_lr, self.every_hook)
+
+    def rates_at(self, t: Scalar) -> Rates:
+        """Return the rates of step t (1-based), for which schedules of hooks are called."""
+        now = self.rates_now
+        if not any(map(callable, flatten(now.hooks))):
+            return now
+        return now._replace(hooks=at_step(now.hooks, t))
 
     def __post_init__(self) -> None:
         """Check the hyperparameters, and compute the properties that every step reads."""
@@ -284,6 +328,7 @@ class FunctionalOptimizer(Kept):
         self.check()
         if not torch.compiler.is_compiling():
             self.__dict__.update(rule=self.rule, decay=self.decay, numbers=self.numbers)
+            self.__dict__["every_hook"] = self.every_hook
             # What a schedule's number at one step does not change.
             self.__dict__["chosen"] = self.chosen
 
@@ -330,7 +375,7 @@ class FunctionalOptimizer(Kept):
             values["numbers"] = {**self.numbers, "lr": lr}
         if "rates_now" in values:
             decay = cast(Scalar, self.weight_decay)
-            values["rates_now"] = changed.rates(lr, decay, self.max_lr)
+            values["rates_now"] = changed.rates(lr, decay, self.max_lr, self.every_hook)
         if self.needs_max_lr:
             changed._check_max_lr()
         if "lr" in self.numbers or not self.owner._name:  # init may read it
@@ -349,11 +394,8 @@ class FunctionalOptimizer(Kept):
                 )
         if not torch.compiler.is_compiling():
             self.__dict__["rule"] = self.rule  # which is looked up once
-        rule, means = self.rule, self.rule.means
-        takes = means is not None and means.divides == "sum"
-        parts = {"measure": rule.measure, "sums": rule.join, "divisor(decay)": takes}
-        if self.cautious and (found := [name for name, x in parts.items() if x]):
-            raise ValueError(f"{where}: cautious=True with {found[0]}: allowed is False")
+        if self.every_hook:
+            self._check_hooks()
         self._check_decay()
         self._check_shared()
         # A class's `check` sets the bounds of fields that have none of their own.
@@ -382,8 +424,19 @@ class FunctionalOptimizer(Kept):
                 "each step, or to read it in `coeffs` or `direction`"
             ) from error
 
+    def _check_hooks(self) -> None:
+        """Raise for hooks that do not go with the rule, or with weight decay."""
+        where, hooks = type(self).__name__, self.every_hook
+        check_hooks(where, self.rule, hooks, self.owner._lr == "inside")
+        decays = any(map(checks.is_on, _leaves(self.weight_decay)))
+        if decays and keep_norms(hooks):
+            raise ValueError(
+                f"Invalid weight_decay: weight_decay={checks.shown(self.weight_decay)}: "
+                "allowed is 0 with the hook hyperball, which keeps norms"
+            )
+
     def _check_decay(self) -> None:
-        """Raise for options of decay, and cautious=True, that the move would not follow."""
+        """Raise for options of decay that the move would not follow."""
         rule, own = self.rule, self.owner._usual == "own"
         reads = "weight_decay" in rule.numbers
         if not (rule.replaces or own or reads):
@@ -391,7 +444,6 @@ class FunctionalOptimizer(Kept):
         why = 'class line has decay="own"' if own else "methods read self.weight_decay"
         why = "`after` leaves out u" if rule.replaces else why
         names = ["decouple_lr", "corrected_decay", "cautious_decay"]
-        names += ["cautious"] if rule.replaces else []
         found = [f"{name}=True" for name in names if getattr(self, name)]
         decays = any(map(checks.is_on, _leaves(self.weight_decay)))
         if decays and not reads and self.decay != "l2":
@@ -424,12 +476,6 @@ class FunctionalOptimizer(Kept):
                 "cautious_decay=True with weight decay that joins the gradient, so that "
                 "the step has no decay of its own to leave out. Choose decoupled decay "
                 "(decouple_wd=True)"
-            )
-        if self.cautious and self.rule.whole is not None:
-            raise ValueError(
-                f"cautious=True with {type(self).__name__}, whose direction mixes the "
-                "elements of a matrix, so that its signs cannot be compared with the "
-                "gradient's. Allowed is cautious=False"
             )
         if self.needs_max_lr:
             self._check_max_lr()
@@ -487,6 +533,7 @@ class FunctionalOptimizer(Kept):
         values = [self.lr, self.weight_decay, self.max_lr]
         for x in self.numbers.values():
             values += x if isinstance(x, tuple) else (x,)
+        values += flatten(self.every_hook)
         return _NUMBERS.issuperset(map(type, values))
 
     def init(
@@ -714,9 +761,10 @@ class FunctionalOptimizer(Kept):
         step = step.clone()  # a schedule may write to what it is given
         numbers = {k: resolve_tree(k, x, step) for k, x in self.numbers.items()}
         max_lr = None if self.max_lr is None else resolve("max_lr", self.max_lr, step)
+        hooks = resolve_tree("hooks", self.every_hook, step)
         if not (torch.compiler.is_compiling() or self.has_numbers):
             now = object.__new__(type(self))
-            now.__dict__.update(self.__dict__, **numbers)
+            now.__dict__.update(self.__dict__, **numbers, every_hook=hooks)
             now.check()  # the values that schedules and tensors have at this step
         lrs, lr_at = broadcast("lr", self.lr, tree)
         decays, decay_at = broadcast("weight_decay", self.weight_decay, tree)
@@ -748,7 +796,7 @@ class FunctionalOptimizer(Kept):
             coeffs, after = cache[alike]
             if (alike, i, j) not in places:
                 places[alike, i, j] = len(results)
-                now = self.rates(lr_now[i], decay_now[j], max_lr)
+                now = self.rates(lr_now[i], decay_now[j], max_lr, hooks)
                 results.append(Scalars(coeffs, now, dither_at(t)))
             at.append(places[alike, i, j])
             running.append(after)

@@ -357,7 +357,7 @@ def _pure(cls: type[Body]) -> type[FunctionalOptimizer]:
         namespace={
             "owner": cls,
             "entry_fields": frozenset(chain(*[getattr(x, "_fields", ()) for x in written])),
-            "choices": tuple([x.name for x in options if not x.number]),
+            "choices": ("hooks", *[x.name for x in options if not x.number]),
             "counterparts": counterparts,
             "__doc__": None,
             "__module__": cls.__module__,

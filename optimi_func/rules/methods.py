@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.core.codes import NEAREST, Codes, to
 from optimi_func.core.distributed import distribute_like, number_field, whole, whole_field
+from optimi_func.core.layout import Layout
 from optimi_func.core.math import moment
 from optimi_func.core.philox import FIRST, normal_of
 from optimi_func.core.rule import (
@@ -900,8 +901,9 @@ class Methods:
         reads = tuple([x for x in takes if x in ("x", *kind._fields[: self.count])])
 
         def mapped(
-            d: Tensor, read: tuple[Tensor, ...], fields: tuple[Tensor, ...], c: Any
+            d: Tensor, read: tuple[Tensor, ...], fields: tuple[Tensor, ...], c: Any, r: Any
         ) -> tuple[Tensor, tuple[Tensor, ...]]:
+            del r
             now = dict(zip(numbers, c.whole[1:]))
             arguments = {**now, "d": d, "s": kind(*rest, *fields), "t": c.whole[0]}
             arguments |= dict(zip(reads, read))
@@ -935,7 +937,8 @@ class Methods:
             return to(new_d, d.dtype), tuple([to(x, y.dtype) for x, y in zip(new, fields)])
 
         digest = text and sha256(text.encode()).hexdigest()
-        return Whole(mapped, names, digest, "normal" in takes, reads, by_matrix)
+        layout = cls.bare(statics) if hasattr(cls, "matrices") else Layout()
+        return Whole(mapped, names, digest, "normal" in takes, reads, by_matrix, layout)
 
     def _refuses(
         self, whole: Whole | None, init: Callable[..., Named], now: Any
@@ -959,7 +962,8 @@ class Methods:
                     before = [x._version for x in (d, *read, *fields)]
                     one = torch.ones((), dtype=torch.float32, device="meta")
                     extras = dict.fromkeys(self.extras, one)
-                    tried.map(d, tuple(read), tuple(fields), now._replace(**extras))
+                    c = now._replace(**extras)
+                    tried.map(d, tuple(read), tuple(fields), c, None)
                     if before != [x._version for x in (d, *read, *fields)]:
                         raise TypeError(
                             "it writes to d, x or s, where a new tensor is allowed"

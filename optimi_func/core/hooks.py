@@ -1,0 +1,276 @@
+"""How hooks change directions: over whole tensors in rounds of means, or within a map.
+
+A hook is a NamedTuple of numbers that `hook` decorates. It has one of two methods:
+
+- `scale(n, lr)` returns a, or (a, b): the new direction is a * d + b * x. It computes these
+  from the means n of x * x, x * d and d * d (`Norms`). The means of the new direction can
+  be computed from those of d, so one round of means is enough for all hooks in a row that
+  scale.
+- `update(d, g, x)` is a generator. It yields a list of `means` tensors, receives their
+  means, and yields the new direction. With means = 0 it only yields the new direction.
+"""
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from hashlib import sha256
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from optimi_func.core.checks import check_number
+from optimi_func.core.math import plus
+from optimi_func.core.rule import Rates, Rule, Scalar, Whole
+
+T = TypeVar("T")
+
+# A hook, and before it the text that tells its kind apart in the keys of kernels.
+Keyed: TypeAlias = tuple[str, Any]
+# Returns the mean of each tensor, and the maximum of so many of the last.
+TakeMeans: TypeAlias = Callable[[list[Tensor], int], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What means are taken over: the whole tensor, each of its matrices, or each row.
+
+    A parameter with three dimensions is a stack of matrices. The matrix of a convolution
+    has a row for each output channel. Muon's option `split` cuts a parameter into several
+    matrices. A vector is one row.
+    """
+
+    over: Literal["tensor", "matrix", "row"] = "tensor"
+
+    def __post_init__(self) -> None:
+        """Raise for any other name."""
+        if self.over not in ("tensor", "matrix", "row"):
+            raise ValueError(
+                f"over={self.over!r}: allowed are 'tensor', 'matrix' and 'row'"
+            )
+
+    @property
+    def is_whole(self) -> bool:
+        """True if there is one mean for each tensor, so that shards need no gathering."""
+        return self.over == "tensor"
+
+    def scaled(self, hook: Any, d: Tensor, x: Tensor, lr: Scalar, layout: Any) -> Tensor:
+        """Return the direction that a hook makes of d, which is not sharded."""
+        if self.is_whole:
+            return _scaled(hook, d, x, lr, [*range(d.dim())])
+        dims = [-1] if self.over == "row" else [-2, -1]
+        if d.dim() < 2:
+            d2, x2 = d.reshape(1, -1), x.reshape(1, -1)
+            return _scaled(hook, d2, x2, lr, dims).reshape(d.shape)
+        pairs = zip(layout.matrices(d), layout.matrices(x))
+        return layout.joined([_scaled(hook, y, z, lr, dims) for y, z in pairs], d)
+
+
+# The options of a hook are its numbers: no pytree, and so no transform, looks into this.
+pytree.register_constant(Reduction)
+TENSOR = Reduction()
+
+
+class Norms(NamedTuple):
+    """The means of x * x, x * d and d * d, for a parameter x and its direction d."""
+
+    xx: Tensor
+    xd: Tensor
+    dd: Tensor
+
+
+class Hook(Protocol):
+    """The interface of a hook: see this module. `hook` adds the attributes it lacks."""
+
+    means: int
+    reads_gradient: bool
+    key: str
+
+
+def hook(cls: type[T]) -> type[T]:
+    """Make a hook of a NamedTuple class of numbers, which has `scale` or `update`.
+
+    A hook can be saved and loaded with torch.load(weights_only=True). It is not equal to
+    hooks of another class, as tuples with equal items would be.
+
+    Raises:
+        TypeError: The class is no NamedTuple, or has neither or both of the methods.
+    """
+    kind: Any = cls
+    methods = [x for x in ("scale", "update") if hasattr(cls, x)]
+    if not hasattr(cls, "_fields") or len(methods) != 1:
+        raise TypeError(
+            f"{kind.__name__} is no hook: allowed is a NamedTuple of numbers with one of "
+            "the methods scale(self, n, lr) and update(self, d, g, x)"
+        )
+    kind.__eq__ = lambda a, b: type(a) is type(b) and tuple.__eq__(a, b)
+    kind.__ne__ = lambda a, b: not a == b
+    kind.__hash__ = lambda a: hash((cls, *a))
+    kind.means, kind.scales = getattr(cls, "means", 0), methods == ["scale"]
+    kind.reads_gradient = getattr(cls, "reads_gradient", not kind.scales)
+    # Kernels are stored under this key, so it changes with the code.
+    code = getattr(cls, methods[0]).__code__
+    text = repr((code.co_code, code.co_consts, code.co_names)).partition(" object at ")[0]
+    kind.key = f"{cls.__qualname__}:{sha256(text.encode()).hexdigest()[:16]}"
+    if "over" in kind._fields:
+        make = kind.__new__
+        place = kind._fields.index("over")
+
+        def new(own: Any, *args: Any, **kwargs: Any) -> Any:
+            made = list(make(own, *args, **kwargs))
+            if not isinstance(made[place], Reduction):
+                made[place] = Reduction(made[place])
+            return tuple.__new__(own, made)
+
+        kind.__new__ = new
+    torch.serialization.add_safe_globals([cls, Reduction])
+    return cls
+
+
+def is_hook(x: object) -> bool:
+    """Return True for an instance of a class that `hook` decorates."""
+    return isinstance(x, tuple) and hasattr(x, "reads_gradient")
+
+
+def checked(owner: str, hooks: Any) -> Sequence[Any]:
+    """Return hooks; raise for anything else."""
+    if not isinstance(hooks, tuple | list) or not all(map(is_hook, hooks)):
+        raise TypeError(
+            f"{owner} got hooks={hooks!r}: allowed is a list of hooks, such as "
+            "[optimi_func.hooks.floor(0.35)]"
+        )
+    return hooks
+
+
+def check_hooks(owner: str, rule: Rule, hooks: Sequence[Any], moves: bool = False) -> None:
+    """Raise for hooks that do not go with a rule, and for numbers out of range.
+
+    `moves` is True if the direction of the rule is the whole move, which contains lr.
+    """
+    mapped = rule.whole is not None or count_mapped(hooks) > 0
+    for x in hooks:
+        for name, number in x._asdict().items():
+            if not isinstance(number, Reduction):
+                check_number(f"{type(x).__name__}", name, number, least=-math.inf)
+        if hasattr(x, "check"):
+            x.check()
+        why = ""
+        if rule.join is not None:
+            why = "its direction has sums over all parameters"
+        elif rule.replaces:
+            why = "its `after` leaves out the direction"
+        elif x.reads_gradient and mapped:
+            why = "its direction, or another hook, mixes the elements of a matrix"
+        elif x.scales and moves:
+            why = "its direction contains lr"
+        elif not over(x).is_whole and rule.measure is not None:
+            why = "a rule with `measure` maps no matrices: allowed is over='tensor'"
+        if why:
+            raise ValueError(f"{owner} does not go with {x}, because {why}")
+
+
+def keyed(hooks: Sequence[Any]) -> tuple[Keyed, ...]:
+    """Return hooks with their keys, as `Rates.hooks` has them."""
+    return tuple([(x.key, x) for x in hooks])
+
+
+def keep_norms(hooks: Any) -> bool:
+    """Return True if a hook keeps norms constant, which weight decay would change."""
+    return any([getattr(x, "keeps_norms", False) for x in hooks])
+
+
+def over(x: Any) -> Reduction:
+    """Return what the means of a hook are taken over."""
+    return getattr(x, "over", TENSOR)
+
+
+def count_mapped(hooks: Sequence[Any]) -> int:
+    """Return how many of the hooks are part of a map: all up to the last over a part."""
+    parts = [i for i, x in enumerate(hooks) if not over(x).is_whole]
+    return parts[-1] + 1 if parts else 0
+
+
+def hook_rounds(hooks: Sequence[Keyed]) -> list[int]:
+    """Return the number of means in each round. Hooks in a row that scale share one."""
+    rounds: list[int] = []
+    known = False
+    for _, x in hooks:
+        if not (known and x.scales):
+            rounds.append(len(Norms._fields) if x.scales else x.means)
+        known = x.scales
+    return rounds
+
+
+def hooked(
+    hooks: Sequence[Keyed],
+    d: Tensor,
+    g: Tensor,
+    x: Tensor,
+    lr: Scalar,
+    take_means: TakeMeans,
+) -> Tensor:
+    """Return the direction that hooks over whole tensors make of d, one after another."""
+    norms = None
+    for _, now in hooks:
+        if not now.scales:
+            d, norms = _driven(now.update(d, g, x), take_means), None
+            continue
+        if norms is None:
+            norms = Norms(*take_means([x * x, x * d, d * d], 0))
+        a, b = _factors(now.scale(norms, lr))
+        xx, xd, dd = norms
+        if b is None:
+            d, norms = a * d, Norms(xx, a * xd, a * a * dd)
+            continue
+        dd = a * a * dd + 2.0 * a * b * xd + b * b * xx
+        d, norms = plus(a * d, b, x), Norms(xx, a * xd + b * xx, dd.clamp_min(0.0))
+    return d
+
+
+def _driven(
+    update: Generator[list[Tensor] | Tensor, list[Tensor], None], take_means: TakeMeans
+) -> Tensor:
+    # The result is yielded, because Dynamo cannot compute with a generator's return value.
+    asked = next(update)
+    while isinstance(asked, list):
+        asked = update.send(take_means(asked, 0))
+    return asked
+
+
+def _factors(found: Any) -> tuple[Tensor, Tensor | None]:
+    """Return a and b of what `scale` returned; a b of None is 0."""
+    return found if isinstance(found, tuple) else (found, None)
+
+
+def _scaled(hook: Any, d: Tensor, x: Tensor, lr: Scalar, dims: list[int]) -> Tensor:
+    """Return the direction that a hook makes of d, with means over these dimensions."""
+    means = [y.mean(dims, keepdim=True) for y in (x * x, x * d, d * d)]
+    a, b = _factors(hook.scale(Norms(*means), lr))
+    return a * d if b is None else a * d + b * x
+
+
+@lru_cache(64)
+def with_hooks(rule: Rule, kinds: tuple[tuple[str, Reduction], ...]) -> Rule:
+    """Return a rule whose map also applies its first hooks, of which some are over parts.
+
+    `kinds` has the key and the reduction of each of them. The numbers of hooks are those of
+    a step, and arrive in its `Rates`.
+    """
+    inner = rule.whole or Whole(lambda d, read, fields, c, r: (d, fields), by_matrix=True)
+    reads = inner.reads if "x" in inner.reads else (*inner.reads, "x")
+
+    def mapped(
+        d: Tensor, read: tuple[Tensor, ...], fields: tuple[Tensor, ...], c: Any, r: Rates
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        own = read[: len(inner.reads)]
+        d, fields = inner.map(d, own, fields, c, r)
+        for (_, now), (_, part) in zip(r.hooks, kinds):
+            x = read[reads.index("x")]
+            d = part.scaled(now, d, x, r.lr, inner.layout)
+        return d, fields
+
+    alone = inner.by_matrix and not any([part.is_whole for _, part in kinds])
+    whole = inner._replace(map=mapped, digest="", reads=reads, by_matrix=alone)
+    return replace(rule, whole=whole._replace(hooks=len(kinds)))

@@ -764,7 +764,7 @@ class BaseOptimizer(Fields, Checkpoints):
             rows["runs"] = _RUNS.get(how := executor_of(group), how)
             for k, x in sorted(group.items()):
                 default = usual[k].default if k in usual else EMPTY
-                number = type(default) in (float, int, tuple)
+                number = type(default) in (float, int, tuple) and default != ()
                 if k != "param_names" and (number or str(x) != str(default)):
                     rows.setdefault(k, x)
             lines += [f"Parameter Group {i}", *[f"    {k}: {x}" for k, x in rows.items()]]

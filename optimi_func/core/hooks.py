@@ -1,4 +1,4 @@
-"""How hooks change directions: over whole tensors in rounds of means, or within a map.
+"""Hooks that change directions: over whole tensors in rounds of means, or within a map.
 
 A hook is a NamedTuple of numbers that `hook` decorates. It has one of two methods:
 
@@ -35,7 +35,7 @@ TakeMeans: TypeAlias = Callable[[list[Tensor], int], list[Tensor]]
 
 @dataclass(frozen=True)
 class Reduction:
-    """What means are taken over: the whole tensor, each of its matrices, or each row.
+    """The part that means are taken over: a whole tensor, each matrix, or each row.
 
     A parameter with three dimensions is a stack of matrices. The matrix of a convolution
     has a row for each output channel. Muon's option `split` cuts a parameter into several
@@ -168,7 +168,7 @@ def check_hooks(owner: str, rule: Rule, hooks: Sequence[Any], moves: bool = Fals
         elif not over(x).is_whole and rule.measure is not None:
             why = "a rule with `measure` maps no matrices: allowed is over='tensor'"
         if why:
-            raise ValueError(f"{owner} does not go with {x}, because {why}")
+            raise ValueError(f"{owner} does not go with the hook {x}: {why}")
 
 
 def keyed(hooks: Sequence[Any]) -> tuple[Keyed, ...]:

@@ -335,7 +335,7 @@ class Rule:
 
     @property
     def mapped_hooks(self) -> int:
-        """How many of the first of `Rates.hooks` are part of the map."""
+        """The number of the first of `Rates.hooks` that are part of the map."""
         return 0 if self.whole is None else self.whole.hooks
 
     def at_place(self, coeffs: Any, place: int | Tensor) -> Any:

@@ -296,8 +296,9 @@ class Muon(Body, name="muon"):
         return (1 - self.momentum) * g + self.momentum * b, new
 
     def own_hooks(self) -> tuple[Any, ...]:
-        """Return the hook that hyperball=True is short for."""
-        return (hyperball("matrix"),) if self.hyperball else ()
+        """Return the hook that hyperball=True is short for, and those of all classes."""
+        own = super().own_hooks()
+        return (*own, hyperball("matrix")) if self.hyperball else own
 
     def whole(self, d: Tensor, s: Any) -> Any:
         """Return the direction, and also the state if it contains averages of squares."""

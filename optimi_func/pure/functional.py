@@ -51,7 +51,6 @@ from optimi_func.core.rule import (
     derived,
 )
 from optimi_func.core.storage import seed_in, storage_of
-from optimi_func.hooks import cautious
 from optimi_func.pure.casts import (
     PLAIN,
     Casts,
@@ -88,8 +87,7 @@ class Owner(Protocol):
     """The interface of the class body in which the rule of a pure optimizer is written.
 
     `rules.Body` has this interface. It is not imported, because it is in a folder above
-    this one. A class body may also have the methods `check`, `init`, `mistakes` and
-    `own_hooks`.
+    this one. A class body may also have the methods `check`, `init` and `mistakes`.
     """
 
     _name: ClassVar[str]
@@ -189,11 +187,9 @@ class FunctionalOptimizer(Kept):
 
     @derived
     def every_hook(self) -> tuple[Any, ...]:
-        """The hooks: those of the class body, `cautious` as an option, and `hooks`."""
-        own, hooks = (), checked(type(self).__name__, self.hooks)
-        if hasattr(self.owner, "own_hooks"):
-            own = self.owner.with_values(self).own_hooks()
-        return (*own, *[cautious()] * self.cautious, *hooks)
+        """The hooks: those of the class body, of which `cautious` is one, and `hooks`."""
+        hooks = checked(type(self).__name__, self.hooks)
+        return (*self.owner.with_values(self).own_hooks(), *hooks)
 
     @derived
     def rule(self) -> Rule:
@@ -432,7 +428,7 @@ class FunctionalOptimizer(Kept):
         if decays and keep_norms(hooks):
             raise ValueError(
                 f"Invalid weight_decay: weight_decay={checks.shown(self.weight_decay)}: "
-                "allowed is 0 with the hook hyperball, which keeps norms"
+                "allowed is 0 with hyperball, which keeps norms"
             )
 
     def _check_decay(self) -> None:

@@ -34,6 +34,7 @@ from optimi_func.core.rule import PyTree, Rule, StorageLike
 from optimi_func.core.storage import storage_of
 from optimi_func.core.torch_private import constant_in_graphs
 from optimi_func.execution.trees import step, step_
+from optimi_func.hooks import cautious
 from optimi_func.pure.functional import RATES, Decay, FunctionalOptimizer
 from optimi_func.pure.tree import TreeState, init_tree
 from optimi_func.rules.helping import (
@@ -191,6 +192,10 @@ class Body(BaseOptimizer, metaclass=BodyType):
         """Return the kind of decay without decouple_lr and corrected_decay."""
         return self._usual
 
+    def own_hooks(self) -> tuple[Any, ...]:
+        """Return the hooks that come before those of the option `hooks`."""
+        return (cautious(),) if self.__dict__["cautious"] else ()
+
     @classmethod
     def bare(cls, values: Mapping[str, object]) -> Any:
         """Return an instance with hyperparameters as attributes, and nothing else."""
@@ -299,7 +304,7 @@ def _hashable(x: Any) -> Any:
 
 # Names that methods of a rule do not read.
 _UNREAD = {*dir(Body), "_used", "pure", "factory", "keywords"}.difference(
-    ("lr", "usual_decay", "compiles_whole", "maps_matrices")
+    ("lr", "own_hooks", "usual_decay", "compiles_whole", "maps_matrices")
 )
 
 
@@ -325,7 +330,7 @@ def _check_names(cls: type[Body]) -> None:
         refused = fields if name in annotations else methods
         if name.startswith("_") or "ClassVar" in str(annotations.get(name)):
             continue
-        if name in refused - {*RATES, "usual_decay"}:
+        if name in refused - {*RATES, "own_hooks", "usual_decay"}:
             raise TypeError(
                 f"{cls.__name__}.{name} is an option or a method of every optimizer, or an "
                 "argument of its methods: choose another name"

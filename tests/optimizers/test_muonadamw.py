@@ -365,7 +365,7 @@ def test_bad_options_are_refused_by_name() -> None:
         # The first by name, and not that of a set's order.
         ({"overrides": {"*": dict.fromkeys("zyxwa", 0)}}, "overrides has 'a': allowed"),
         ({"overrides": {"*": {"eps": -0.5}}}, "eps=-0.5"),
-        ({"cautious": True}, "cautious=True with muon"),
+        ({"cautious": True}, "muon does not go with the hook cautious"),
         ({"adamw_lr": -1.0}, "lr=-1.0"),
     ):
         with pytest.raises(ValueError, match=text):

@@ -390,7 +390,7 @@ def test_refusals_name_the_option() -> None:
         ({"growth_rate": 0.9}, "Invalid growth of d: growth_rate"),
         ({"beta3": 1.0}, "Invalid beta parameter: beta3"),
         ({"betas": (0.9,)}, "Invalid betas"),
-        ({"cautious": True}, "prodigy: cautious=True with sums"),
+        ({"cautious": True}, "prodigy does not go with the hook cautious.* sums over all"),
     ):
         with pytest.raises(ValueError, match=text):
             Prodigy([p], **options, **EAGER)

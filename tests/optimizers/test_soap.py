@@ -371,7 +371,7 @@ def test_what_it_refuses() -> None:
     optimizer = SOAP(net.parameters(), **OPTIONS, gradient_release=True)
     with pytest.raises(ValueError, match="accumulation='states'"):
         prepare_for_gradient_release(net, optimizer, accumulation="states")
-    with pytest.raises(ValueError, match="cautious=True with soap"):
+    with pytest.raises(ValueError, match=r"soap does not go with the hook cautious"):
         soap(lr=LR, cautious=True)
 
 

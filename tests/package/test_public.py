@@ -278,7 +278,7 @@ FACES = {
 }
 LAYERS = [
     {"core"},
-    {"pure", "schedules"},
+    {"hooks", "pure", "schedules"},
     {"state"},
     {"execution"},
     {"transforms"},

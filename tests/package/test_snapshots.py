@@ -178,6 +178,7 @@ storage: None
 cautious_decay: False
 corrected_decay: False
 cautious: False
+hooks: ()
 params: [0]
 decoupled_weight_decay: True
 differentiable: False

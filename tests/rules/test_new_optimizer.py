@@ -882,7 +882,7 @@ def test_a_field_is_a_hyperparameter_by_its_default() -> None:
         def step(self, *args: Any, **kwargs: Any) -> Any:
             return super().step(*args, **kwargs)
 
-    assert Loose.pure.choices == ()  # type: ignore
+    assert Loose.pure.choices == ("hooks",)  # type: ignore
     p = torch.ones(2)
     value = Loose.pure(lr=0.1, betas=(0.9, torch.tensor(0.25)))
     torch.testing.assert_close(value.step(p, p, value.init(p))[0], p - 0.05)

@@ -291,11 +291,6 @@ def test_measures_that_are_refused(name: str) -> None:
         type("Wrong", (Shifted,), body)
 
 
-def test_cautious_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="cautious=True with measure: allowed is False"):
-        Shifted.pure(lr=1.0, cautious=True)
-
-
 class Named(NamedTuple):
     total: Any
 
@@ -554,9 +549,9 @@ def test_parameters_that_never_had_a_gradient_count() -> None:
 
 
 def test_cautious_is_refused_with_sums() -> None:
-    with pytest.raises(ValueError, match="DoG: cautious=True with sums: allowed is False"):
+    with pytest.raises(ValueError, match=r"DoG.* the hook cautious\(\): its direction has sums"):
         DoG.pure(lr=1.0, cautious=True)
-    with pytest.raises(ValueError, match="DoG: cautious=True with sums"):
+    with pytest.raises(ValueError, match=r"DoG.* the hook cautious\(\)"):
         DoG([torch.ones(1, requires_grad=True)], lr=1.0, cautious=True)
 
 

@@ -51,6 +51,10 @@ class Reduction:
                 f"over={self.over!r}: allowed are 'tensor', 'matrix' and 'row'"
             )
 
+    def __repr__(self) -> str:
+        """Return the name, as in the call of a hook."""
+        return repr(self.over)
+
     @property
     def is_whole(self) -> bool:
         """True if there is one mean for each tensor, so that shards need no gathering."""

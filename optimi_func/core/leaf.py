@@ -6,7 +6,7 @@ differ in where they compute and write, but not in the formula.
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -170,11 +170,40 @@ def leaf_step(
     tensor over the whole parameter, of which the leaf may be a shard, and of so many of the
     last the maximum. `wide` is the leaf's dtype of arithmetic, if it is known.
     """
-    u, _, add = leaf_move(rule, leaf, g, scalars, write, take_means, wide)
-    return add(u)
+    if leaf.p.dtype.is_complex:
+        real, rest = _real(leaf), (scalars, write, take_means, wide)
+        pairs = leaf_step(rule, real, as_real(g.resolve_conj()), *rest)
+        return pytree.tree_map(_as_before, pairs, real, leaf)
+    moved = _moved(rule, leaf, g, scalars, write, take_means, wide)
+    (p, state, comp), (p32, x, wide_comp), new = leaf, moved.widened, moved.new
+    if write:
+        u = moved.u
+        if rule.after is not None:
+            means: list[Tensor] = []  # Dynamo knows no list[Tensor]()
+            if (told := rule.after_means) is not None:
+                means = take_means(told.measure(x, u, new, moved.coeffs), told.tops)
+            u, new = rule.after(x, u, new, moved.coeffs, *means)
+        p, comp = _add(p, p32, x, comp, wide_comp, u)
+    own = new[: len(state) - len(moved.mapped)]
+    results = _apart([*own, *moved.mapped], moved.old, x, scalars.rates.lr)
+    # Fields that the rule returned unchanged are not encoded again.
+    rows = zip(results, moved.old, state)
+    fields = [s if n is o else encode(n, s, scalars.dither) for n, o, s in rows]
+    return Leaf(p, type(state)(*fields), comp)
 
 
-def leaf_move(
+class _Moved(NamedTuple):
+    """What a step writes, before `after`, the sum and the storage."""
+
+    u: Tensor  # or d, if nothing is written
+    widened: tuple[Tensor, Tensor, Tensor | None]  # see `widen`
+    old: list[Any]  # the decoded state
+    new: Any  # the state of `direction`, with None for the fields of `whole`
+    mapped: tuple[Any, ...]  # the fields of `whole`
+    coeffs: Any
+
+
+def _moved(
     rule: Rule,
     leaf: Leaf,
     g: Tensor,
@@ -182,14 +211,12 @@ def leaf_move(
     write: bool,
     take_means: TakeMeans,
     wide: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Callable[[Tensor], Leaf]]:
-    """Return the u and x of `leaf_step` before `after`, and the function that adds u."""
-    if leaf.p.dtype.is_complex:
-        return _complex_move(rule, leaf, g, scalars, write, take_means, wide)
+) -> _Moved:
+    """Return what `leaf_step` writes; the leaf is not complex."""
     p, state, comp = leaf
     wide = leaf_dtype(leaf, g) if wide is None else wide
     c, r, dither = scalars
-    p32, x, wide_comp = widen(p, comp, wide)
+    _, x, _ = widened = widen(p, comp, wide)
     old: list[Any] = [s if s is None else decode(s, wide) for s in state]
     g = plus(times(r.grad_scale, to(g, wide)), r.l2, x)
     more = (x,) if rule.reads_param else ()
@@ -218,40 +245,12 @@ def leaf_move(
         if r.hooks:
             d = hooked(r.hooks[rule.mapped_hooks :], d, g, x, r.lr, take_means)
         d = _delta(rule, g, x, d, shared, c, r, take_means)
-
-    def add(u: Tensor) -> Leaf:
-        moved, rest, after = p, comp, new
-        if write:
-            if rule.after is not None:
-                means: list[Tensor] = []  # Dynamo knows no list[Tensor]()
-                if (told := rule.after_means) is not None:
-                    means = take_means(told.measure(x, u, new, c), told.tops)
-                u, after = rule.after(x, u, new, c, *means)
-            moved, rest = _add(p, p32, x, comp, wide_comp, u)
-        results = _apart([*after[:count], *mapped], old, x, r.lr)
-        # Fields that the rule returned unchanged are not encoded again.
-        fields = [
-            s if n is o else encode(n, s, dither) for n, o, s in zip(results, old, state)
-        ]
-        return Leaf(moved, type(state)(*fields), rest)
-
-    return d, x, add
+    return _Moved(d, widened, old, new, mapped, c)
 
 
-def _complex_move(
-    rule: Rule, leaf: Leaf, g: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Callable[[Tensor], Leaf]]:
-    """Return `leaf_move` of real pairs, with complex results."""
-    real = _real(leaf)
-    u, x, add_pairs = leaf_move(rule, real, as_real(g.resolve_conj()), *rest)
-
-    def as_before(new: Any, pairs: object, old: Any) -> object:
-        return old if new is pairs else as_complex(new, old)
-
-    def add(u: Tensor) -> Leaf:
-        return pytree.tree_map(as_before, add_pairs(as_real(u)), real, leaf)
-
-    return as_complex(u, leaf.p), as_complex(x, leaf.p), add
+def _as_before(new: Any, pairs: object, old: Any) -> object:
+    """Return a result of real pairs as its complex tensor was."""
+    return old if new is pairs else as_complex(new, old)
 
 
 def _real(leaf: Leaf) -> Leaf:
@@ -339,7 +338,8 @@ def leaf_round(
         found.append(tensors)
         return whole_means(tensors, tops)
 
-    run = leaf_move if rule.after_means is None else leaf_step
+    # Where nothing is compiled, what follows the last of the means costs time.
+    run = _moved if rule.after_means is None else leaf_step
     run(rule, leaf, g, scalars, True, taking(rule, known, mean))
     return found[0]
 

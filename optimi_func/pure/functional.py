@@ -27,7 +27,6 @@ from optimi_func.core.hooks import (
 from optimi_func.core.leaf import (
     leaf_dtype,
     leaf_eval_point,
-    leaf_move,
     leaf_step,
     rates,
     whole_means,
@@ -64,7 +63,6 @@ from optimi_func.pure.tree import (
     NO_RUNNING,
     FlatTree,
     LeafState,
-    Rewrite,
     TreeState,
     broadcast,
     init_tree,
@@ -574,8 +572,6 @@ class FunctionalOptimizer(Kept):
         params: T,
         grads: PyTree,
         state: TreeState,
-        *,
-        rewrite: Rewrite | None = None,
         **extras: PyTree,
     ) -> tuple[T, TreeState]:
         """Return the parameters and the state after one step.
@@ -587,8 +583,6 @@ class FunctionalOptimizer(Kept):
                 wider dtype. If a gradient is None, its parameter and the parameter's state
                 are returned unchanged.
             state: The state that `init(params)` or the previous step returned.
-            rewrite: A function that changes the updates before they are added to the
-                parameters. `transforms.chain` passes such a function.
             **extras: The extra arguments of the rule's `direction`, by name. Each extra is
                 a pytree with a tensor for each parameter, or one number for all parameters.
 
@@ -610,7 +604,7 @@ class FunctionalOptimizer(Kept):
             )
         tree = FlatTree.of(params, grads, state).check(self)
         if not self.rule.given:
-            return self._step(tree, rewrite)
+            return self._step(tree)
         leaf_extras: list[dict[str, Any]] = [{} for _ in tree.leaves]
         for i, p in enumerate(tree.leaves if "z" in self.rule.given else ()):
             leaf_extras[i]["z"] = Noise(cast(Any, self).seed, state.step, i, p)
@@ -627,25 +621,21 @@ class FunctionalOptimizer(Kept):
                         f"{name}{path_of(params, i)} has the shape {tuple(x.shape)}, and "
                         f"its parameter {tuple(p.shape)}: allowed are {shapes}"
                     )
-        return self._step(tree, rewrite, leaf_extras)
+        return self._step(tree, leaf_extras)
 
     def _step(
-        self,
-        tree: FlatTree,
-        rewrite: Rewrite | None,
-        extras: list[dict[str, Tensor | Noise]] | None = None,
+        self, tree: FlatTree, extras: list[dict[str, Tensor | Noise]] | None = None
     ) -> tuple[PyTree, TreeState]:
         """Step; `extras` are what the rule is given besides for each leaf, by name."""
         self.warn(tree)
         scalars, at, running, cast = self._now(tree)
-        half: Any = leaf_step if rewrite is None else leaf_move
         pairs = zip(tree.leaves, tree.states)
         old = [Leaf(p, s.rule_state, s.kahan_comp) for p, s in pairs]
         leaves, states = tree.leaves.copy(), tree.states.copy()
-        results: dict[int, Any] = {}
+        results: dict[int, Leaf] = {}
         means: dict[int, list[Tensor]] = {}
         seeds = [None if x.comp is None else seed_in(x.comp) for x in old]
-        if rewrite is extras is None and tree.runs_at_once():
+        if extras is None and tree.runs_at_once():
             grads = [g if x is None else None for g, x in zip(tree.grads, seeds)]
             found = step_now(self.rule, old, grads, list(map(Packed, scalars)), at)
             results = {i: new for i, (new, _) in found.items()}
@@ -665,12 +655,7 @@ class FunctionalOptimizer(Kept):
             if (seed := seeds[i]) is not None:
                 (bits,) = drawn([Noise(seed, tree.state.step, i, p, torch.int32)], wide)
                 leaf = leaf._replace(comp=bits)
-            results[i] = half(self.rule, leaf, g, now, True, take, wide)
-        if rewrite is not None:
-            moves = [results.get(i, (None, p, None)) for i, p in enumerate(tree.leaves)]
-            us, xs, adds = zip(*moves)
-            new = rewrite([*us], [*xs])
-            results = {i: adds[i](new[i]) for i in results}
+            results[i] = leaf_step(self.rule, leaf, g, now, True, take, wide)
         for i, new in results.items():
             # A rule may return a field unchanged, or an extra, but the results of a step
             # share no memory with its arguments.

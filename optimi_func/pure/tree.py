@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from optimi_func.pure.functional import FunctionalOptimizer
 
 NO_RUNNING = NoRunning()
-# From the updates of all leaves and their parameters to the updates that are added.
-Rewrite: TypeAlias = Callable[[list[Tensor | None], list[Tensor]], list[Tensor | None]]
 _Kinds: TypeAlias = tuple[type[Named], type[Named], bool]
 N = TypeVar("N", bound=Named)
 

@@ -21,7 +21,7 @@ from optimi_func.core.philox import normals
 from optimi_func.core.rule import PureOptimizer, PyTree, Scalar, check_pure
 from optimi_func.core.torch_private import clip_factor
 from optimi_func.pure.casts import resolve
-from optimi_func.pure.functional import FunctionalOptimizer, Number
+from optimi_func.pure.functional import Number
 from optimi_func.pure.tree import check_pair, flatten_params, tensor_of
 from optimi_func.transforms._trees import (
     Around,
@@ -38,10 +38,10 @@ Rewritten: TypeAlias = tuple[Grads, PyTree]
 
 @dataclass(frozen=True, eq=False)
 class GradientTransform:
-    """A part of `chain` that rewrites gradients before the optimizer, or updates after it.
+    """A part of `chain` that rewrites the gradients before the optimizer gets them.
 
-    The function `rewrite` receives the flat list of gradients or updates, its own state,
-    and the 0-based step as a 0-d float64 tensor. `rewrite` must not write to its arguments
+    The function `rewrite` receives the flat list of gradients, its own state, and the
+    0-based step as a 0-d float64 tensor. `rewrite` must not write to its arguments
     (use `g * 0`, not `g.mul_(0)`), because they may be the caller's own tensors. `rewrite`
     may have further arguments, whose names decide what they receive:
 
@@ -140,10 +140,9 @@ class ChainState(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Chain(Around[ChainState], state=ChainState, name="chain"):
-    """Transforms before and after an optimizer: see `chain`."""
+    """Transforms of the gradients of an optimizer: see `chain`."""
 
     transforms: tuple[GradientTransform, ...]
-    before: int  # the number of transforms before the optimizer
 
     def _around(self, params: PyTree, inner: PyTree) -> ChainState:
         states = tuple(transform.init(params) for transform in self.transforms)
@@ -163,56 +162,36 @@ class Chain(Around[ChainState], state=ChainState, name="chain"):
         now, states = trees.wide_grads(), list(state.transforms)
         names = {name for transform in self.transforms for name in transform.takes}
         known = {**extras, "params": trees.params}
-        if any(["params" in x.takes for x in self.transforms[: self.before]]):
+        if "params" in names:
             known["params"] = [p.to(held_dtype(p.dtype)) for p in trees.params]
         if "paths" in names:
             known["paths"] = dotted_paths(params)
         names -= extras_of(self.optimizer) or set()
         inner_extras = {name: x for name, x in extras.items() if name not in names}
-
-        def run(first: int, last: int, now: Grads, known: dict[str, PyTree]) -> Grads:
-            step = state.step.detach()
-            for i in range(first, last):
-                place, transform = i + (i >= self.before), self.transforms[i]
-                now, states[i] = transform.run(place, now, states[i], step, known)
-            return now
-
-        def after(us: Grads, xs: list[Tensor]) -> Grads:
-            new = run(self.before, len(states), us, {**known, "params": xs})
-            if [x is None for x in new] != [u is None for u in us]:
-                raise ValueError(
-                    "chain's parts after the optimizer have to return an update for each "
-                    "leaf with a gradient (zeros move nothing), and None for the others"
-                )
-            return new
-
-        if self.before < len(states):
-            inner_extras["rewrite"] = after
-        now = run(0, self.before, now, known)
+        step = state.step.detach()
+        for i, transform in enumerate(self.transforms):
+            now, states[i] = transform.run(i, now, states[i], step, known)
         rewritten = pytree.tree_unflatten(now, trees.spec)
         params, inner = self._step(params, rewritten, state.inner, **inner_extras)
         return params, ChainState(state.step + 1.0, tuple(states), inner)
 
 
 def chain(*parts: GradientTransform | PureOptimizer) -> Chain:
-    """Apply transforms to the gradients before an optimizer, and to its updates after it.
+    """Apply transforms to the gradients before an optimizer gets them.
 
-        g <- t_n(...t_2(t_1(g))),   u <- s_m(...s_1(u)),   p <- p + u
+        g <- t_n(...t_2(t_1(g)))
 
-    Here t_1 to t_n are the parts before the optimizer, and s_1 to s_m are the parts after
-    it. u is the update that the optimizer computes, which includes the learning rate and
-    weight decay. The parts receive gradients and updates in float32, or in float64 if the
-    parameters are float64. Kahan summation adds the update as the last part returns it. The
-    lookahead of Ranger and the averaging of Schedule-Free are applied after all parts.
+    Here t_1 to t_n are the transforms, in the order in which they are passed. They receive
+    the gradients in float32, or in float64 if the parameters are float64. To change the
+    update that an optimizer computes from the gradients, pass `hooks=[...]` to the
+    optimizer.
 
     Args:
-        *parts: One optimizer, and one or more transforms such as `clip_global_norm(1.0)`.
-            If there are transforms after the optimizer, a factory has to have created the
-            optimizer, as in `adamw(lr=1e-3)`.
+        *parts: One or more transforms such as `clip_global_norm(1.0)`, and an optimizer as
+            the last part.
 
     Raises:
-        TypeError: The parts are not one optimizer and at least one transform, or the
-            optimizer does not support transforms after it.
+        TypeError: The parts are not at least one transform and then one optimizer.
 
     >>> from optimi_func import sgd
     >>> opt = chain(clip_global_norm(1.0), sgd(lr=1.0))
@@ -220,27 +199,22 @@ def chain(*parts: GradientTransform | PureOptimizer) -> Chain:
     >>> p, state = opt.step(p, torch.tensor([3.0, 4.0]), opt.init(p))
     >>> p
     tensor([-0.6000, -0.8000])
-    >>> opt = chain(sgd(lr=0.5), clip_global_norm(1.0))
-    >>> g = torch.tensor([3.0, 4.0])
-    >>> opt.step(p, g, opt.init(p))[0]  # u was (-1.5, -2)
-    tensor([-1.2000, -1.6000])
     """
     at = [i for i, x in enumerate(parts) if not isinstance(x, GradientTransform)]
     if len(at) != 1 or len(parts) < 2:
         raise TypeError(
             f"chain got {len(parts)} parts, of which {len(at)} are no gradient transforms"
             f" ({', '.join([repr(parts[i]) for i in at])}): allowed are one optimizer, and "
-            "one gradient transform or more, such as clip_global_norm(1.0)"
+            "before it one gradient transform or more, such as clip_global_norm(1.0)"
         )
-    before, optimizer = at[0], check_pure("chain", parts[at[0]], "")
-    if before + 1 < len(parts) and not isinstance(optimizer, FunctionalOptimizer):
+    optimizer = check_pure("chain", parts[at[0]], "")
+    if (after := len(parts) - 1 - at[0]) > 0:
         raise TypeError(
-            f"chain got transforms after {optimizer!r}, which hands out no updates: "
-            "allowed are optimizers of a factory, such as adamw(lr=1e-3). Put the chain "
-            "inside, as in ema(chain(adamw(...), clip_value(0.1)), 0.9)"
+            f"chain got {after} of its gradient transforms after {optimizer!r}: the "
+            "optimizer has to be the last part. What changes the update goes to the "
+            "optimizer's own argument hooks=[...]"
         )
-    transforms = [x for x in parts if isinstance(x, GradientTransform)]
-    return Chain(optimizer, tuple(transforms), before)
+    return Chain(optimizer, tuple(x for x in parts if isinstance(x, GradientTransform)))
 
 
 # A chain can be pickled, because these are functions of the module and partials of them.

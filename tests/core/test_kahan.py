@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 import optimi_func
 import optimi_func as T
 from optimi_func.core.codes import widen
-from optimi_func.core.leaf import leaf_move
+from optimi_func.core.leaf import leaf_step
 from optimi_func.core.rule import Leaf, NoState, Rates, Scalars, gradient_rule
 
 
@@ -171,8 +171,7 @@ def added(p: Tensor, comp: Tensor, u: Tensor) -> Leaf:
     """One write of the pipeline: p + u."""
     scalars = Scalars(NoState(), Rates(1.0, 0.0, 0.0, 1.0))
     leaf = Leaf(p, NoState(), comp)
-    _, _, add = leaf_move(gradient_rule, leaf, -u, scalars, True, lambda x: x)
-    return add(u)
+    return leaf_step(gradient_rule, leaf, -u, scalars, True, lambda x: x)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)

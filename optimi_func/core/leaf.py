@@ -21,6 +21,7 @@ from optimi_func.core.rule import (
     DecayKind,
     Leaf,
     Microbatch,
+    Named,
     Numbers,
     Rates,
     Rule,
@@ -46,9 +47,9 @@ def whole_means(tensors: list[Tensor], tops: int = 0) -> list[Tensor]:
 def count_means(rule: Rule, rates: Rates, write: bool = True) -> tuple[int, ...]:
     """Return the number of means over the whole tensor in each round of a step.
 
-    A round is before the direction (`Rule.measure`), after it, or of the finished delta
-    (`Rule.after_means`), and a step has at most one of each. Those of the first are known
-    with the number of elements before them.
+    A round is before the direction (`Rule.measure`), after it (`Rule.sums`, and the share
+    of cautious elements), or of the finished delta (`Rule.after_means`), and a step has at
+    most one of each. Those of the first are known with the number of elements before them.
     """
     return tuple([number for number, _ in _rounds(rule, rates, write)])
 
@@ -59,11 +60,10 @@ def count_tops(rule: Rule, rates: Rates, write: bool = True) -> tuple[int, ...]:
 
 
 def _rounds(rule: Rule, rates: Rates, write: bool) -> list[tuple[int, int]]:
-    before, means, after = rule.measure, rule.means, rule.after_means
+    before, sums, after = rule.measure, rule.sums, rule.after_means
     rounds = [] if before is None else [(before.number, before.tops)]
     if write:
-        number, tops = (0, 0) if means is None else (means.number, means.tops)
-        rounds.append((number + len(rates.cautious), tops))
+        rounds.append(((0 if sums is None else sums.number) + len(rates.cautious), 0))
         rounds += [] if after is None else [(after.number, after.tops)]
     return [x for x in rounds if x[0]]
 
@@ -115,9 +115,9 @@ def leaf_sums(rule: Rule, leaf: Leaf, coeffs: Any, means: list[Tensor] | None) -
         return averages.to(scalar_dtype(p.device)) * p.numel()
     zeros = torch.zeros((), dtype=wide, device=p.device).expand(p.shape)
     state = type(leaf.state)(*[decode(s, wide) for s in leaf.state])
-    assert rule.means is not None
+    assert rule.sums is not None
     coeffs = coeffs._replace(**dict.fromkeys(rule.extras, zeros)) if rule.extras else coeffs
-    measured = rule.means.measure(zeros, to(p, wide), zeros, zeros, state, coeffs)
+    measured = rule.sums.measure(zeros, to(p, wide), state, coeffs)
     return torch.stack([whole(x.sum()) for x in measured]).to(scalar_dtype(p.device))
 
 
@@ -157,7 +157,7 @@ def leaf_step(
         coeffs, kept <- measure.settle(mean(measure(g, x, state)))
         d, state <- direction(g, state)
         d, fields <- whole(d, x, fields)
-        u <- -(lr * d + decay * x) / divisor(mean(measure(g, x, d)))    or d alone / divisor
+        u <- -(lr * d + decay * x)
         u, state <- after(x, u, state, mean(after_means(x, u, state)))
         p <- round(p + (comp + u)),   comp <- what that rounding lost
 
@@ -205,7 +205,7 @@ def leaf_move(
         c, kept = rule.measure.settle(known, c)
         if write and mapped and mapped[0] is not None:
             mapped = tuple(map(distribute_like, state[count:], map(whole, kept)))
-    d, new, shared = rule.direction(g, partial_state, c, *more)
+    d, new = rule.direction(g, partial_state, c, *more)
     if write:
         if rule.whole is not None:
             read: list[Tensor] = []
@@ -216,7 +216,7 @@ def leaf_move(
             d, new_fields = on_whole(rule.whole.map, *given, by_matrix=rule.whole.by_matrix)
             # Results share no memory with arguments.
             mapped = tuple([y.clone() if y is x else y for x, y in zip(mapped, new_fields)])
-        d = _delta(rule, g, x, d, shared, c, r, take_means)
+        d = _delta(rule, g, x, d, new, c, r, take_means)
 
     def add(u: Tensor) -> Leaf:
         moved, rest, after = p, comp, new
@@ -298,13 +298,13 @@ def _delta(
     g: Tensor,
     x: Tensor,
     d: Tensor,
-    shared: object,
+    new: Named,
     coeffs: object,
     r: Rates,
     take_means: TakeMeans,
 ) -> Tensor:
     """Return the delta of a direction, with decay."""
-    lr, decaying, by = r.lr, x, rule.means.divides if rule.means is not None else ""
+    lr, decaying = r.lr, x
     measured: list[Tensor] = []
     # Products of signs, because the product of two values may underflow.
     if r.cautious:
@@ -316,22 +316,13 @@ def _delta(
         decays = (d.sign() * x.sign()).clamp_max(0.0) + 1.0
         lr = undecayed_lr + decays * (lr - undecayed_lr)
         decaying = decays * x
-    if rule.means is not None:
-        # Nothing decays at lr = 0.
-        added = decaying * (r.decay / (r.lr + (r.lr == 0.0))) if by == "sum" else decaying
-        measured += rule.means.measure(g, x, d, added, shared, coeffs)
-    tops = 0 if rule.means is None else rule.means.tops
-    means = take_means(measured, tops) if measured else []
-    scale: Scalar = 1.0
+    if rule.sums is not None:
+        measured += rule.sums.measure(g, x, new, coeffs)
+    means = take_means(measured, 0) if measured else []
     if r.cautious:
         scale = 1.0 / means.pop(0).clamp_min(1e-3)
         d = d * scale
-    if rule.means is None or rule.means.divisor is None:
-        return -plus(lr * d, r.decay, decaying)
-    divisor = rule.means.divisor(means, scale, r.lr, r.decay, coeffs)
-    if by == "direction":
-        return -plus(lr * d / divisor, r.decay, decaying)
-    return -plus(lr * d, r.decay, decaying) / divisor
+    return -plus(lr * d, r.decay, decaying)
 
 
 def leaf_round(

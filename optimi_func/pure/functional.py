@@ -349,11 +349,8 @@ class FunctionalOptimizer(Kept):
                 )
         if not torch.compiler.is_compiling():
             self.__dict__["rule"] = self.rule  # which is looked up once
-        rule, means = self.rule, self.rule.means
-        takes = means is not None and means.divides == "sum"
-        parts = {"measure": rule.measure, "sums": rule.join, "divisor(decay)": takes}
-        if self.cautious and (found := [name for name, x in parts.items() if x]):
-            raise ValueError(f"{where}: cautious=True with {found[0]}: allowed is False")
+        if self.cautious and self.rule.join is not None:
+            raise ValueError(f"{where}: cautious=True with sums: allowed is False")
         self._check_decay()
         self._check_shared()
         # A class's `check` sets the bounds of fields that have none of their own.

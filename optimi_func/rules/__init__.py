@@ -79,9 +79,9 @@ class Optimizer(Body):
     - `accumulate(self, g, s, ...) -> (d, State)` replaces `direction` for the second and
       all later micro-batches of a step.
     - `after(self, mean, top, x, u, s, t, r) -> (u, State)` rewrites the finished update u,
-      which includes lr and weight decay. It may return u alone if it leaves the state as it
-      is. If the class has a method `due(self, t)`, `after` only runs in steps for which `due`
-      returns True.
+      which includes lr and weight decay. It may return u alone if the state does not
+      change. If the class has a method `due(self, t)`, `after` only runs in steps for which
+      `due` returns True.
     - `measure(self, mean, top, numel, g, s, x, t, r)` returns a dict of numbers, which are
       computed before the step from means (`mean(x * x)`) and maxima (`top(g.abs())`) over
       the parameter. `direction` receives these numbers as arguments with the same names. A

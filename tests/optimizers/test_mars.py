@@ -59,8 +59,6 @@ def test_what_it_refuses() -> None:
         AdamW([p], amsgrad=True, mars=0.025)
     with pytest.raises(ValueError, match="mars=-1"):
         lion(lr=0.1, mars=-1.0)
-    with pytest.raises(ValueError, match="cautious=True with measure"):
-        adamw(lr=0.1, mars=0.025, cautious=True)
     optimizer = AdamW([p], mars=0.025, **EAGER)
     optimizer.init_state()
     with pytest.raises(ValueError, match=r"torch\.optim cannot go on with mars=0\.025"):

@@ -261,7 +261,7 @@ def test_after_returns_a_state_only_if_it_changes_it() -> None:
     value = Halved.pure(lr=0.5)
     p, state = value.step(P, P, value.init(P))
     assert torch.equal(p, 0.75 * P)
-    assert torch.equal(state.leaves[0].rule_state.exp_avg, P)
+    assert torch.equal(state.leaves.rule_state.exp_avg, P)
 
 
 # Hyperparameters

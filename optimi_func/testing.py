@@ -249,7 +249,7 @@ class _Check:
         yield "results apart", 0.0, lambda: (self.pure(zeros=True), self.pure())
         if reference is not None:
             yield "reference", 1e-9, lambda: (self.pure(), self._loop(reference))
-        means = rule.means, rule.measure, rule.after_means
+        means = rule.sums, rule.measure, rule.after_means
         if rule.whole is None and means == (None,) * 3 and "z" not in rule.given:
             yield "elementwise", 1e-12, self._halves
         yield "vmap", 1e-9, self._members

@@ -17,7 +17,7 @@ FOLDER = ROOT / "examples/rules"
 SHOWN = {"AdaBelief", "AdamAtan2", "AdamMini", "AdamP", "AdaNorm", "APOLLO", "CAME", "Dion"}
 SHOWN |= {"DoG", "GaLore", "LaProp", "LARS", "MARS", "SGLD", "Sophia"}
 # The methods that own_rule.md explains, in its order; `direction` is in all of them.
-DOORS = ("coeffs", "init", "after", "due", "measure", "divisor", "whole", "sums")
+DOORS = ("coeffs", "init", "after", "due", "measure", "whole", "sums")
 KINDS = ("Wide", "Number", "Shaped", "Running")
 GIVEN = {"self", "g", "s", "t", "x", "z", "r", "c"}
 

@@ -300,7 +300,7 @@ def facts(name: str) -> list[str]:
             "Each step needs the complete matrix, so sharded matrices are gathered before "
             "the step."
         )
-    if rule.means is not None:
+    if rule.sums or rule.measure or rule.after_means:
         found.append(
             "To compute means over each tensor, each step needs a second pass over the "
             "gradient and the state. If tensors are sharded, the processes exchange these "

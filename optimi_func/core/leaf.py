@@ -44,8 +44,8 @@ def whole_means(tensors: list[Tensor], tops: int = 0) -> list[Tensor]:
 def count_means(rule: Rule, rates: Rates, write: bool = True) -> tuple[int, ...]:
     """Return the number of means over the whole tensor in each round of a step.
 
-    A round is before the direction (`Rule.measure`), of hooks, of the direction
-    (`Rule.means`), or of the finished delta (`Rule.after_means`). Those of the first are
+    A round is before the direction (`Rule.measure`), of hooks or of sums after it
+    (`Rule.sums`), or of the finished delta (`Rule.after_means`). Those of the first are
     known with the number of elements before them.
     """
     return tuple([number for number, _ in _rounds(rule, rates, write)])
@@ -57,12 +57,12 @@ def count_tops(rule: Rule, rates: Rates, write: bool = True) -> tuple[int, ...]:
 
 
 def _rounds(rule: Rule, rates: Rates, write: bool) -> list[tuple[int, int]]:
-    before, means, after = rule.measure, rule.means, rule.after_means
+    before, sums, after = rule.measure, rule.sums, rule.after_means
     rounds = [] if before is None else [(before.number, before.tops)]
     if write:
         hooks = rates.hooks[rule.mapped_hooks :]
         rounds += [(number, 0) for number in hook_rounds(hooks)]
-        rounds += [] if means is None else [(means.number, means.tops)]
+        rounds += [] if sums is None else [(sums.number, 0)]
         rounds += [] if after is None else [(after.number, after.tops)]
     return [x for x in rounds if x[0]]
 
@@ -114,9 +114,9 @@ def leaf_sums(rule: Rule, leaf: Leaf, coeffs: Any, means: list[Tensor] | None) -
         return averages.to(scalar_dtype(p.device)) * p.numel()
     zeros = torch.zeros((), dtype=wide, device=p.device).expand(p.shape)
     state = type(leaf.state)(*[decode(s, wide) for s in leaf.state])
-    assert rule.means is not None
+    assert rule.sums is not None
     coeffs = coeffs._replace(**dict.fromkeys(rule.extras, zeros)) if rule.extras else coeffs
-    measured = rule.means.measure(zeros, to(p, wide), zeros, zeros, state, coeffs)
+    measured = rule.sums.measure(zeros, to(p, wide), state, coeffs)
     return torch.stack([whole(x.sum()) for x in measured]).to(scalar_dtype(p.device))
 
 
@@ -157,7 +157,7 @@ def leaf_step(
         d, state <- direction(g, state)
         d, fields <- whole(d, x, fields)
         d <- hook(d, g, x)                                              for each hook
-        u <- -(lr * d + decay * x) / divisor(mean(measure(g, x, d)))    or d alone / divisor
+        u <- -(lr * d + decay * x)
         u, state <- after(x, u, state, mean(after_means(x, u, state)))
         p <- round(p + (comp + u)),   comp <- what that rounding lost
 
@@ -231,7 +231,7 @@ def _moved(
         c, kept = rule.measure.settle(known, c)
         if write and mapped and mapped[0] is not None:
             mapped = tuple(map(distribute_like, state[count:], map(whole, kept)))
-    d, new, shared = rule.direction(g, partial_state, c, *more)
+    d, new = rule.direction(g, partial_state, c, *more)
     if write:
         if rule.whole is not None:
             read: list[Tensor] = []
@@ -244,7 +244,9 @@ def _moved(
             mapped = tuple([y.clone() if y is x else y for x, y in zip(mapped, new_fields)])
         if r.hooks:
             d = hooked(r.hooks[rule.mapped_hooks :], d, g, x, r.lr, take_means)
-        d = _delta(rule, g, x, d, shared, c, r, take_means)
+        if rule.sums is not None:
+            take_means(rule.sums.measure(g, x, new, c), 0)
+        d = _delta(x, d, r)
     return _Moved(d, widened, old, new, mapped, c)
 
 
@@ -293,36 +295,15 @@ def leaf_eval_point(rule: Rule, leaf: Leaf, coeffs: object) -> Tensor:
     return as_complex(point, leaf.p)
 
 
-def _delta(
-    rule: Rule,
-    g: Tensor,
-    x: Tensor,
-    d: Tensor,
-    shared: object,
-    coeffs: object,
-    r: Rates,
-    take_means: TakeMeans,
-) -> Tensor:
+def _delta(x: Tensor, d: Tensor, r: Rates) -> Tensor:
     """Return the delta of a direction, with decay."""
-    lr, decaying, by = r.lr, x, rule.means.divides if rule.means is not None else ""
-    measured: list[Tensor] = []
+    lr, decaying = r.lr, x
     for undecayed_lr in r.undecayed_lr:
         # 0 if the signs differ, else 1.
         decays = (d.sign() * x.sign()).clamp_max(0.0) + 1.0
         lr = undecayed_lr + decays * (lr - undecayed_lr)
         decaying = decays * x
-    if rule.means is not None:
-        # Nothing decays at lr = 0.
-        added = decaying * (r.decay / (r.lr + (r.lr == 0.0))) if by == "sum" else decaying
-        measured += rule.means.measure(g, x, d, added, shared, coeffs)
-    tops = 0 if rule.means is None else rule.means.tops
-    means = take_means(measured, tops) if measured else []
-    if rule.means is None or rule.means.divisor is None:
-        return -plus(lr * d, r.decay, decaying)
-    divisor = rule.means.divisor(means, 1.0, r.lr, r.decay, coeffs)
-    if by == "direction":
-        return -plus(lr * d / divisor, r.decay, decaying)
-    return -plus(lr * d, r.decay, decaying) / divisor
+    return -plus(lr * d, r.decay, decaying)
 
 
 def leaf_round(

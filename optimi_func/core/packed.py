@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.core.hooks import Reduction
 from optimi_func.core.math import scalar_dtype
-from optimi_func.core.rule import Rule, Scalars
+from optimi_func.core.rule import Scalars
 from optimi_func.core.torch_private import foreach_add_
 
 # Bytes: kernels expect their scalars to begin at a multiple of this.
@@ -70,9 +70,10 @@ class Packed:
         spec = pytree.tree_structure(self.scalars)
         return fill(self.statics, spec, self.values(dtype, device))
 
-    def mixes(self, rule: Rule) -> bool:
-        """Return True if a step computes with lr and decay alone, on the host."""
-        return rule.means is not None or bool(self.scalars.rates.undecayed_lr)
+    @property
+    def mixes(self) -> bool:
+        """True if a step computes with lr and decay alone, on the host."""
+        return bool(self.scalars.rates.undecayed_lr)
 
     @property
     def constant(self) -> bool:
@@ -80,15 +81,13 @@ class Packed:
         tensors = [] if self.on_host else [x for x in self._values if isinstance(x, Tensor)]
         return not any([x.requires_grad for x in tensors])
 
-    def folded(self, rule: Rule) -> "Packed":
-        """Return the numbers with None for a decay of 0 and a factor of 1.
-
-        They cost no operation then.
-        """
+    @property
+    def folded(self) -> "Packed":
+        """The numbers with None for a decay of 0 and a factor of 1, to save operations."""
         if self._folded is None:
             r = self.scalars.rates
             usual: dict[str, float] = {"l2": 0.0, "grad_scale": 1.0}
-            usual |= {} if self.mixes(rule) else {"decay": 0.0}
+            usual |= {} if self.mixes else {"decay": 0.0}
             rest: Any = {
                 name: None
                 for name, x in usual.items()

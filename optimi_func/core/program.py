@@ -250,10 +250,10 @@ def step_now(
         key = at[i], tuple([x.dtype for x in tensors]), small
         groups.setdefault(key, []).append((i, tensors))
     for (k, dtypes, small), rows in groups.items():
-        now, device = packed[k].folded(rule), rows[0][1][0].device
+        now, device = packed[k].folded, rows[0][1][0].device
         wide, sized = compute_dtype(*dtypes), rule.measure is not None
         kind = Kind(rule, now.statics, dtypes, device, True, False, int(sized))
-        if now.mixes(rule) or not now.constant:
+        if now.mixes or not now.constant:
             continue
         if (made := program(kind, now.scalars)) is None:
             continue

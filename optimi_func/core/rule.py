@@ -75,37 +75,29 @@ class Direction(NamedTuple):
 
     d: Tensor  # shape of p; the move is -lr * d
     state: Named  # the rule's State after this gradient
-    shared: object = None  # intermediate results for `Means.measure`
 
 
-class Means(NamedTuple):
-    """Means over a whole tensor, by which a rule divides its move or which it joins.
+class Sums(NamedTuple):
+    """Sums over a whole tensor that a rule joins at the end of a step: see `Rule.join`.
 
-    The pipeline takes them, because only it knows whether a tensor is whole, a shard, or
-    one of many in a list.
+    The pipeline takes the means of the same tensors, and multiplies each by the number of
+    elements.
 
     Attributes:
-        number: The number of means.
-        measure: `(g, x, d, decaying, shared, coeffs) -> tensors`, in the shape of the
-            parameter x, whose means are taken. `decaying` is x, and 0 for elements that do
-            not decay; `shared` is that of `Direction`.
-        divisor: `(means, scale, lr, decay, coeffs) -> tensor` that divides the whole move,
-            -(lr * scale * d + decay * decaying). None if the rule has a `join` instead,
-            which needs the means at the end of the step. `shared` is the new state then.
-        divides: "direction" leaves out the decay. "sum" divides the move, and `measure` is
-            given what decay adds to d, decay / lr * decaying.
-        tops: How many of the last are maxima, not means.
+        number: The number of sums.
+        measure: `(g, x, state, coeffs) -> tensors`, in the shape of the parameter x, which
+            are summed. The state is that after the direction.
     """
 
     number: int
-    measure: Callable[[Tensor, Tensor, Tensor, Tensor, Any, Any], list[Tensor]]
-    divisor: Callable[[list[Tensor], Scalar, Scalar, Scalar, Any], Tensor] | None
-    divides: Literal["move", "direction", "sum"] = "move"
-    tops: int = 0
+    measure: Callable[[Tensor, Tensor, Any, Any], list[Tensor]]
 
 
 class Measure(NamedTuple):
     """Means over a whole tensor that a rule takes before its direction, which reads them.
+
+    The pipeline takes them, because only it knows whether a tensor is whole, a shard, or
+    one of many in a list.
 
     Attributes:
         number: The number of means.
@@ -229,7 +221,7 @@ class Rule:
         replaces: True if the move does not depend on the u that `after` is given.
         accumulate: `coeffs -> Coeffs` for the second and later micro-batches of one step.
             None if the state cannot take a gradient in parts.
-        means: The means over a whole tensor that its move is divided by, or None.
+        sums: The sums over a whole tensor that `join` adds up over all, or None.
         measure: The means over a whole tensor that `direction` reads, or None.
         whole: The map of a whole tensor's direction, or None.
         refuses: `p -> why`: the reason to refuse a parameter, by its shape, or None.
@@ -237,7 +229,7 @@ class Rule:
             steps; they begin as its defaults. `coeffs` advances them, and they are stored
             next to the step count.
         join: `(running, sums, coeffs) -> running` after the step, from the sums of what
-            `means` measures over all parameters of a param group, or of a tree. These have
+            `sums` measures over all parameters of a param group, or of a tree. These have
             the same running scalars, and a group shows the first.
         eval_point: `(x, state, coeffs) -> x`: the parameter to evaluate with, if that is
             not x, given the coefficients of the next step. Elementwise.
@@ -267,7 +259,7 @@ class Rule:
     after_means: AfterMeans | None = None
     replaces: bool = False
     accumulate: Callable[[Any], Any] | None = None
-    means: Means | None = None
+    sums: Sums | None = None
     measure: Measure | None = None
     whole: Whole | None = None
     refuses: Callable[[Tensor], str | None] | None = None
@@ -287,8 +279,8 @@ class Rule:
         """Raise for parts that do not go together."""
         # Stored before any trace: torch.compile would trace again if it were stored later.
         _ = self.draws
-        if self.whole is not None and self.means is not None:
-            raise ValueError(f"{self.name}: whole does not go with means")
+        if self.whole is not None and self.sums is not None:
+            raise ValueError(f"{self.name}: whole does not go with sums")
         if self.measure is not None and (self.whole is not None or self.join is not None):
             raise ValueError(f"{self.name}: measure goes with neither whole nor join")
         if (*self.fields, *self.whole_fields) != (names := self.state._fields):

@@ -81,7 +81,7 @@ class EagerLaunch(Launch):
 
     def _program(self, packed: Packed, known: int, measures: bool) -> Program | None:
         """Return the program for these numbers and so many means, or None."""
-        if not self._recorded or packed.mixes(self._rule):
+        if not self._recorded or packed.mixes:
             return None
         key = packed.statics, known, measures
         if key not in self._programs:
@@ -120,7 +120,7 @@ class EagerLaunch(Launch):
 
     def measure(self, step: Step, known: Tensor | None) -> Tensor:
         """Return the means as one row."""
-        packed, row = step.packed[self._at].folded(self._rule), self._row(known)
+        packed, row = step.packed[self._at].folded, self._row(known)
         made = self._program(packed, len(row), True)
         wholes, offset = list[Tensor](), 0
         for (g, *own), into in self._slices(step.columns, made):
@@ -147,7 +147,7 @@ class EagerLaunch(Launch):
 
     def run(self, step: Step, known: Tensor | None) -> Tensor | None:
         """Update the parameters."""
-        packed, row = step.packed[self._at].folded(self._rule), self._row(known)
+        packed, row = step.packed[self._at].folded, self._row(known)
         made = self._program(packed, len(row), False)
         if made is None or (self._joined and made.reduces):
             taken = self._run_leaf(step.columns, packed, row)

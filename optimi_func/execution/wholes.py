@@ -95,7 +95,7 @@ def _elementwise(
     mapped = (None,) * (len(state._fields) - count)
 
     def direction(g: Tensor, s: Named, c: Named, *x: Tensor) -> Direction:
-        d, new, _ = direct(g, state(*s[:count], *mapped), c, *x)
+        d, new = direct(g, state(*s[:count], *mapped), c, *x)
         return Direction(d, kind(*new[:count], *[d] * directs))
 
     suffix = "_direction" if directs else "_moments"

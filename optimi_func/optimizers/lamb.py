@@ -6,17 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from optimi_func.optimizers.adam import Moments
-from optimi_func.rules import (
-    Betas,
-    Float,
-    Moment,
-    Move,
-    Wide,
-    functions,
-    is_zero,
-    root,
-    where,
-)
+from optimi_func.rules import Betas, Float, Moment, Wide, functions, is_zero, root, where
 
 __all__ = ["LAMB", "lamb", "lamb_init", "lamb_step"]
 
@@ -74,16 +64,12 @@ class LAMB(Moments, name="lamb"):
         exp_avg: Moment  # m
         exp_avg_sq: Wide  # v
 
-    def divisor(self, mean: Callable[[Tensor], Tensor], x: Tensor, d: Tensor, move: Move):
-        # From these means follows the norm of the move, for any lr and decay.
-        xx, dd = mean(x * x), mean(d * d)
-        db, bb = mean(d * move.decays), mean(move.decays * move.decays)
-        rate, decay = move.lr * move.scale, move.decay
-        square = dd * (rate * rate) + db * (2.0 * rate * decay) + bb * (decay * decay)
-        length, target = root(square), root(xx) * move.lr
-        # If either norm is 0, the length of the move does not change.
-        target = where(is_zero(xx), length, target)
-        return length / where(is_zero(square), length, target)
+    def after(self, mean: Callable[[Tensor], Tensor], x: Tensor, u: Tensor):
+        xx, uu = mean(x * x), mean(u * u)
+        none = is_zero(xx) | is_zero(uu)
+        # Where a norm is 0, no derivative divides by its root.
+        length, target = where(none, 1.0, root(uu)), where(none, 1.0, root(xx) * self.lr)
+        return u * (target / length)
 
 
 lamb, lamb_init, lamb_step = functions(LAMB)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from optimi_func.optimizers.adam import Moments
-from optimi_func.rules import Float, Move, functions
+from optimi_func.rules import Float, functions
 
 __all__ = ["StableAdamW", "stableadamw", "stableadamw_init", "stableadamw_step"]
 
@@ -43,18 +43,17 @@ class StableAdamW(Moments, name="stableadamw"):
 
     weight_decay: Float = Float(1e-2)
 
-    def divisor(
-        self,
-        mean: Callable[[Tensor], Tensor],
-        g: Tensor,
-        s: Moments.Plain,
-        t: float,
-        move: Move,
+    def measure(
+        self, mean: Callable[[Tensor], Tensor], g: Tensor, s: Moments.Plain, t: float
     ):
-        del move  # all of it is divided
+        b2 = self.betas[1]
+        v = b2 * s.exp_avg_sq + (1 - b2) * (g * g)
         # g / sqrt(max(vhat, eps^2)), by roots, because eps^2 may underflow in float32.
-        ratio = g / self.root(s.exp_avg_sq, t).clamp_min(self.eps)
-        return mean(ratio * ratio).clamp_min(1.0).sqrt()
+        ratio = g / self.root(v, t).clamp_min(self.eps)
+        return {"rms": mean(ratio * ratio).clamp_min(1.0).sqrt()}  # at least 1
+
+    def after(self, u: Tensor, rms: Tensor):
+        return u / rms
 
 
 stableadamw, stableadamw_init, stableadamw_step = functions(StableAdamW)

@@ -88,8 +88,8 @@ class Casts:
             return _cast(x, dtype, device)
 
         packed = Packed(scalars) if self._at_once else None
-        if packed is not None and packed.constant and not packed.mixes(self._rule):
-            out = packed.folded(self._rule).filled(dtype, device)
+        if packed is not None and packed.constant and not packed.mixes:
+            out = packed.folded.filled(dtype, device)
         else:
             out = _each(cast, scalars)
         out = _with_whole(out, scalars, device)

@@ -669,8 +669,9 @@ class FunctionalOptimizer(Kept):
             leaves[i], states[i] = new.p, LeafState(rule_state, comp, running[i])
         if self.rule.join is not None and results:
             every = [scalars[i] for i in at]
-            if extras:  # of which those of the first are those of all
-                coeffs = every[0].coeffs._replace(**extras[0])
+            if extras:  # of which `join` takes numbers, the first parameter's
+                numbers = {name: extras[0][name] for name in self.rule.single}
+                coeffs = every[0].coeffs._replace(**numbers)
                 every[0] = every[0]._replace(coeffs=coeffs)
             states = cast.joined(tree, states, means, every, running[0])
         return tree.rebuild(leaves, states)

@@ -29,7 +29,6 @@ from optimi_func.rules.body import Body as Body
 from optimi_func.rules.body import Coupled as Coupled
 from optimi_func.rules.body import choice as choice
 from optimi_func.rules.body import functions as functions
-from optimi_func.rules.methods import Move as Move
 
 # The storage of a State's fields. A Tensor is a Moment.
 Moment: TypeAlias = Annotated[Tensor, math.moment]
@@ -73,25 +72,22 @@ class Optimizer(Body):
       the class has a field `seed`, standard normal random numbers z. An argument with any
       other name is an extra, whose value you pass to `step`. If the class has a `Running`,
       a NamedTuple of floats, `direction` receives it as r, and returns the new `Running` as
-      its third result. `accumulate`, `after`, `measure`, `divisor` and `sums` may have the
-      same extras, and `whole` and `join` may have extras that are 0-d. An extra may have a
+      its third result. `accumulate`, `after`, `measure` and `sums` may have the same
+      extras, and `whole` and `join` may have extras that are 0-d. An extra may have a
       number as its default. The extra `loss` is the loss that a closure returned, unless
       you pass a different value to `step`.
     - `accumulate(self, g, s, ...) -> (d, State)` replaces `direction` for the second and
       all later micro-batches of a step.
-    - `after(self, mean, top, x, u, s, t, r) -> (u, State)` rewrites the finished update u.
-      If the class has a method `due(self, t)`, `after` only runs in steps for which `due`
-      returns True.
+    - `after(self, mean, top, x, u, s, t, r) -> (u, State)` rewrites the finished update u,
+      which includes lr and weight decay. It may return u alone if the state does not
+      change. If the class has a method `due(self, t)`, `after` only runs in steps for which
+      `due` returns True.
     - `measure(self, mean, top, numel, g, s, x, t, r)` returns a dict of numbers, which are
       computed before the step from means (`mean(x * x)`) and maxima (`top(g.abs())`) over
       the parameter. `direction` receives these numbers as arguments with the same names. A
       number with the name of a `Number` field of State is stored in this field. In
       `measure`, the field has its value from the previous step, and in all other methods
       its new value.
-    - `divisor(self, mean, top, g, s, x, d, t)` returns the number by which d is divided.
-      With an argument `decay`, the term that weight decay adds to d, the sum of d and
-      `decay` is divided. With an argument `move`, the whole move is divided (see `Move`). s
-      is the new state.
     - `whole(self, d, t, x) -> d` maps the direction of a whole tensor, as Muon does. If
       State has fields that are `Shaped`, `whole` also receives s and returns (d, State), as
       in SOAP. `whole` and `init` may have an argument `normal`. `normal(shape)` returns

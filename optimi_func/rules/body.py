@@ -2,7 +2,6 @@
 
 import inspect
 import sys
-import warnings
 from abc import ABCMeta
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, field, fields, make_dataclass
@@ -165,10 +164,9 @@ class Body(BaseOptimizer, metaclass=BodyType):
 
     @classmethod
     def _define(cls) -> None:
-        if inspect.isfunction(former := vars(cls).get("means")):
-            text = f"{cls.__name__}.means is called divisor now, and means until 0.3"
-            warnings.warn(text, DeprecationWarning, stacklevel=4)
-            cls.divisor = former
+        if any([inspect.isfunction(vars(cls).get(x)) for x in ("divisor", "means")]):
+            now = "return a scaled u from after(self, mean, x, u)"
+            raise TypeError(f"{cls.__name__}: divisor was removed: {now}")
         bases = [vars(base) for base in reversed(cls.__mro__)]
         every = [pair for own in bases for pair in own.get("_declared", {}).items()]
         cls._own = {k: x for k, x in every if x.hyperparameter}

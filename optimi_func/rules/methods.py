@@ -31,7 +31,6 @@ from optimi_func.core.philox import FIRST, normal_of
 from optimi_func.core.rule import (
     AfterMeans,
     Direction,
-    Means,
     Measure,
     MomentStorage,
     Named,
@@ -40,6 +39,7 @@ from optimi_func.core.rule import (
     Numbers,
     Rule,
     Scalar,
+    Sums,
     Whole,
     along_gradient,
 )
@@ -78,12 +78,6 @@ METHODS = {
     "measure": Method(
         ["mean", "top", "numel", "g", "s", "x", "t", "r", "c"], ["g", "x"], _MEAN, "all"
     ),
-    "divisor": Method(
-        ["mean", "top", "g", "s", "x", "d", "t", "decay", "move", "c"],
-        ["g", "x", "d", "decay"],
-        _MEAN,
-        "all",
-    ),
     "whole": Method(["d", "s", "t", "x", "normal", *RATES], extras="0-d"),
     "coeffs": Method(["t", "r", *RATES]),
 }
@@ -96,23 +90,6 @@ _OF_ENTRIES = {"step", "kahan_comp", "train_param", "rule_state", "running"}
 # Names that a field cannot have, because they are those of methods and of their arguments.
 _ARGUMENTS = {*chain(*[method.takes for method in METHODS.values()])} - {"c"}
 NAMES = {"self", "State", "Running", *METHODS, *_ARGUMENTS}
-
-
-class Move(NamedTuple):
-    """The move -(lr * scale * d + decay * decays), for a `divisor` with an argument `move`.
-
-    Attributes:
-        lr: The learning rate.
-        scale: The factor by which `cautious=True` multiplies d, or 1 without it.
-        decay: The fraction of the parameter that weight decay subtracts.
-        decays: The parameter, with 0 in place of elements that do not decay. It may only be
-            used inside `mean` and `top`.
-    """
-
-    lr: Tensor
-    scale: Tensor
-    decay: Tensor
-    decays: Tensor
 
 
 class Reduced(NamedTuple):
@@ -138,7 +115,7 @@ class Traced(NamedTuple):
     Attributes:
         inputs: The inputs of the function.
         results: The results of the function.
-        returned: What the method returned besides: Running, or for `divisor` the divisor.
+        returned: The Running that the method returned besides.
         reduced: What the method has given to `mean` and `top`.
     """
 
@@ -243,12 +220,6 @@ class Methods:
     def untraced(self) -> bool:
         """True if the class has methods that are not traced, but called with values."""
         return any([hasattr(self.cls, x) for x in _CALLED])
-
-    @property
-    def divides(self) -> Literal["move", "direction", "sum"]:
-        """`Means.divides`."""
-        takes = self.names("divisor")
-        return "move" if "move" in takes else "sum" if "decay" in takes else "direction"
 
     @property
     def narrow(self) -> int | None:
@@ -408,8 +379,7 @@ class Methods:
     def _arguments(self) -> dict[str, Any]:
         """Return the inputs of the trace, as the arguments of methods."""
         trace = self.trace
-        arguments: dict[str, Any] = {x: trace.tensor(x) for x in (*"gxud", "decay")}
-        arguments["move"] = Move(*[trace.tensor(f"move_{x}") for x in Move._fields])
+        arguments: dict[str, Any] = {x: trace.tensor(x) for x in "gxu"}
         arguments["t"] = trace.number("t")
         own = [trace.tensor(f"s_{x}") for x in self.kind._fields[: self.count]]
         arguments["s"] = self._state(own)
@@ -512,6 +482,8 @@ class Methods:
         """Return what a method returned, without structure. Raise if it is not allowed."""
         if found is None and method == "accumulate":
             return []  # as if there was none
+        if method == "after" and isinstance(found, Tensor):
+            found = found, self.arguments["s"]  # which does not change
         kinds = [self.kind] if method == "after" else [self.kind, self.running]
         size = {self.kind: self.count, self.running: len(self.running._fields)}
         kinds = [x for x in kinds if size[x] and method != "eval_point"]
@@ -544,10 +516,9 @@ class Methods:
             )
         return flat
 
-    def _inputs(self, method: str, state: Any, **others: Tensor) -> list[Tensor]:
+    def _inputs(self, method: str, state: Any) -> list[Tensor]:
         """Return the inputs of the function that a method becomes."""
-        arguments = self.arguments | others
-        tensors = [arguments[x] for x in METHODS[method].tensors]
+        tensors = [self.arguments[x] for x in METHODS[method].tensors]
         return [*tensors, *state[: self.count], *[self.arguments[x] for x in self.added]]
 
     def _trace_methods(self) -> dict[str, Traced]:
@@ -573,13 +544,6 @@ class Methods:
         if self.measured.numbers:
             inputs, reduced = self._inputs("measure", state), self.measured.reduced
             traced["measure"] = Traced(inputs, reduced.tensors, reduced=reduced)
-        if self.names("divisor"):
-            new = self._new_state()
-            divisor, reduced = self._reduced("divisor", "", s=new)
-            moves = self.divides == "move"
-            decays = self.arguments["move"].decays if moves else self.arguments["decay"]
-            inputs = self._inputs("divisor", new, decay=decays)
-            traced["divisor"] = Traced(inputs, reduced.tensors, [divisor], reduced)
         return traced
 
     def _replaces(self, after: Traced | None) -> bool:
@@ -604,11 +568,11 @@ class Methods:
         if len(lacks) == 2:
             return None
         lacks += [] if names else ["Running"]
-        if lacks or "divisor" in traced or "after_means" in traced:
+        if lacks or "after_means" in traced:
+            found = f"no {lacks[0]}" if lacks else "means in `after`"
             raise TypeError(
-                f"{self.name} has {'no ' + lacks[0] if lacks else 'a divisor'}: `sums` go "
-                "with a `join`, which returns a Running, and without a `divisor` or means "
-                "in `after`"
+                f"{self.name} has {found}: `sums` go with a `join`, which returns a "
+                "Running, and without means in `after`"
             )
         if twice := {*names} & {*self.defaults, *self.statics}:
             raise TypeError(
@@ -704,7 +668,7 @@ class Methods:
             after_means=_after_means(functions, traced),
             replaces=self._replaces(traced.get("after")),
             accumulate=(lambda c: further(*c, True)) if "accumulate" in run else None,
-            means=self._means(functions, traced),
+            sums=_sums(functions, traced),
             join=join,
             measure=self._measure(functions),
             whole=whole,
@@ -726,20 +690,15 @@ class Methods:
     ) -> tuple[dict[str, Callable[..., Any]], int | None, str]:
         """Return the functions of tensors, the place of `due`, and a hash of them all."""
         trace, numbers = self.trace, self.measured.numbers
-        returned = traced["divisor"].returned if "divisor" in traced else []
         results = [x for part in traced.values() for x in part.results]
-        trace.require([*results, *returned, *numbers.values()])
+        trace.require([*results, *numbers.values()])
         due = self._due()
         run = {method: trace.function(method, *part[:2]) for method, part in traced.items()}
         added = [self.arguments[x] for x in self.added]
-        if returned:
-            rates = [*self.arguments["move"][:3]] if self.divides == "move" else []
-            inputs = [*traced["divisor"].reduced.results, *rates, *added]
-            run["divided"] = trace.function("divided", inputs, returned)
         if numbers:
             inputs = [*self.measured.known, *added]
             run["settled"] = trace.function("settled", inputs, [*numbers.values()])
-        code = repr((self.kind._fields, trace.code, self.divides, due))
+        code = repr((self.kind._fields, trace.code, due))
         return run, due, sha256(code.encode()).hexdigest()
 
     def _tried(
@@ -751,7 +710,7 @@ class Methods:
     ) -> Callable[..., Any]:
         """Try a method on tensors, and return its function. Raise if it mixes elements."""
         results = len(traced.results)
-        reduced = method in ("measure", "divisor", "after_means", "sums")
+        reduced = method in ("measure", "after_means", "sums")
         first = [_MEAN] if method == "after_means" else [METHODS[method].result]
         labels = first * results if reduced else [*first, *self.kind._fields]
         where = f"{self.name}.{method.removesuffix('_means')}"
@@ -759,33 +718,6 @@ class Methods:
         nodes = [*map(node, traced.inputs)], [*map(node, traced.results)]
         views = check_elementwise(where, labels, run, nodes, scalars)
         return partial(_without_views, run, views) if views else run
-
-    def _means(
-        self, functions: dict[str, Callable[..., Any]], traced: dict[str, Traced]
-    ) -> Means | None:
-        """Return `Rule.means`: those that divide the move, or that are joined."""
-        if "sums" in traced:
-            summed = functions["sums"]
-
-            def joined(
-                g: Any, x: Any, d: Any, decaying: Any, s: Any, c: Any
-            ) -> list[Tensor]:
-                return [*summed((g, x), s, c)]
-
-            return Means(len(traced["sums"].results), joined, None)
-        if "divisor" not in traced:
-            return None
-        reduce, divided = functions["divisor"], functions["divided"]
-        divides, reduced = self.divides, traced["divisor"].reduced
-
-        def measure(g: Any, x: Any, d: Any, decaying: Any, s: Any, c: Any) -> list[Tensor]:
-            return [*reduce((g, x, d, decaying), s, c)]
-
-        def divisor(means: Any, scale: Any, lr: Any, decay: Any, c: Any) -> Tensor:
-            factors = (lr, scale, decay) if divides == "move" else ()
-            return divided((*means, *factors), (), c)[0]
-
-        return Means(len(reduced.tensors), measure, divisor, divides, reduced.tops)
 
     def _measure(self, functions: dict[str, Callable[..., Any]]) -> Measure | None:
         """Return `Rule.measure`."""
@@ -1006,7 +938,7 @@ def _direction(
     def direction(g: Tensor, s: Any, c: Any, x: Any = None) -> Direction:
         run = again if isinstance(c, further) else usual
         d, *state = run((g, x), s, c)
-        return Direction(d, new := kind(*state, *s[count:]), new)
+        return Direction(d, kind(*state, *s[count:]))
 
     return direction
 
@@ -1043,6 +975,19 @@ def _after_means(
         return [*run((x, u), s, c)]
 
     return AfterMeans(len(reduced.tensors), measure, reduced.tops)
+
+
+def _sums(
+    functions: dict[str, Callable[..., Any]], traced: dict[str, Traced]
+) -> Sums | None:
+    """Return `Rule.sums`."""
+    if (run := functions.get("sums")) is None:
+        return None
+
+    def measure(g: Tensor, x: Tensor, s: Any, c: Any) -> list[Tensor]:
+        return [*run((g, x), s, c)]
+
+    return Sums(len(traced["sums"].results), measure)
 
 
 def _eval_point(functions: dict[str, Callable[..., Any]]) -> Callable[..., Tensor] | None:

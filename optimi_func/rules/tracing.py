@@ -150,7 +150,7 @@ _FOREIGN = (
 )
 _NOT_ELEMENTWISE = (
     "is not elementwise: {}. What maps whole tensors is for `whole`, and what takes means "
-    "for `divisor`"
+    "is for `measure` or `after`"
 )
 
 

@@ -58,7 +58,8 @@ def test_a_rule_that_maps_matrices_refuses() -> None:
         lambda: optimi_func.Muon([{"params": [w], "cautious": True}], lr=0.1),
     ):
         with pytest.raises(
-            ValueError, match=r"muon .* hook cautious\(\): its direction.* mixes the elements"
+            ValueError,
+            match=r"muon .* hook cautious\(\): its direction.* mixes the elements",
         ):
             make()
     # The part of a mixture that is elementwise may be.
@@ -86,7 +87,9 @@ def test_groups_of_one_optimizer_differ(way: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", [*SCHEDULE_FREE, "prodigy"])
 def test_a_rule_along_the_gradient_refuses(name: str) -> None:
     why = (
-        r"hook cautious\(\): its direction has sums" if name == "prodigy" else "always has the gradient's sign"
+        r"hook cautious\(\): its direction has sums"
+        if name == "prodigy"
+        else "always has the gradient's sign"
     )
     with pytest.raises(ValueError, match=why):
         getattr(optimi_func, name)(lr=0.1, cautious=True)

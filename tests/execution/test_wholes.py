@@ -15,7 +15,7 @@ import optimi_func
 from optimi_func import Muon, compiled, muon_init, muon_step
 from optimi_func.core.leaf import leaf_step, rates, whole_means
 from optimi_func.core.math import moment
-from optimi_func.core.rule import Direction, Leaf, Means, Rule, Scalar, Scalars, Whole
+from optimi_func.core.rule import Direction, Leaf, Rule, Scalar, Scalars, Sums, Whole
 from optimi_func.execution import wholes
 from optimi_func.execution.launches import run_launches
 from optimi_func.execution.plans import Plan
@@ -285,9 +285,9 @@ def test_three_passes_are_the_pipelines_step(executor: Any, comp: bool) -> None:
 
 
 def test_a_map_goes_with_no_other_cut() -> None:
-    means = Means(1, lambda *_: [], lambda *_: torch.ones(()))
-    with pytest.raises(ValueError, match="centred: whole does not go with means"):
-        Rule("centred", State, init, coeffs, look_ahead, means=means, whole=Whole(centred))
+    sums = Sums(1, lambda *_: [])
+    with pytest.raises(ValueError, match="centred: whole does not go with sums"):
+        Rule("centred", State, init, coeffs, look_ahead, sums=sums, whole=Whole(centred))
     with pytest.raises(ValueError, match=r"centred: whole_fields=.'b',. are not the last"):
         Rule("centred", State, init, coeffs, look_ahead, whole=Whole(centred, ("b",)))
 

@@ -151,7 +151,7 @@ def test_rule_files_are_mathematics(path: Path) -> None:
         (source,) = re.findall(
             r"^__all__ = [^]]*\]\n(.*?)^(?:@dataclass\(frozen|_rules: )", text, re.M | re.S
         )
-    assert re.search("direction|def (whole|scaled|divisor)", source) or "Rectified," in text
+    assert re.search("direction|def (whole|scaled|after)", source) or "Rectified," in text
     tree = ast.parse(source)
     documentation = sum(
         node.value.end_lineno - node.value.lineno + 1

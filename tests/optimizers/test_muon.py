@@ -588,7 +588,9 @@ def test_norms_stay_and_lr_is_a_share_of_them(kind: Any, dtype: torch.dtype) -> 
         g = torch.ones_like(still) * (still.norm() == 0)
         end, _ = value.step(still, g, value.init(still))
         assert torch.equal(end, still)
-    with pytest.raises(ValueError, match=r"weight_decay=a tensor.*: allowed is 0 with hyper"):
+    with pytest.raises(
+        ValueError, match=r"weight_decay=a tensor.*: allowed is 0 with hyper"
+    ):
         muon(lr=0.1, hyperball=True, weight_decay=torch.tensor(0.0))
     # A warmup begins at 0.
     value = muon(lr=0.0, **how)

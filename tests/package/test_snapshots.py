@@ -115,7 +115,7 @@ return %41, %45, %46, %44""",
 
 # How many operations a kernel has, with a momentum of 0.9 for SGD; Ranger's at a sync. Of
 # rules that differ in form; all others have at most what `counted.allowed` says.
-COUNTS = {"adam": 21, "adamw": 21, "lion": 15, "sgd": 11, "stableadamw": 31, "ranger": 31}
+COUNTS = {"adam": 21, "adamw": 21, "lion": 15, "sgd": 11, "stableadamw": 35, "ranger": 31}
 COUNTS |= {"schedule_free_adamw": 26}
 
 

@@ -21,11 +21,9 @@ from optimi_func.rules import (
     Betas,
     Body,
     Float,
-    Move,
     Optimizer,
     choice,
     functions,
-    is_zero,
     root,
     rounded,
     where,
@@ -275,15 +273,12 @@ class Bounded(Decaying, name="bounded"):
     def direction(self, g: Tensor):
         return g
 
-    def divisor(self, mean: Any, d: Tensor, move: Move):
-        dd, db, bb = mean(d * d), mean(d * move.decays), mean(move.decays * move.decays)
-        own, decay = move.lr * move.scale, move.decay
-        square = own * own * dd + 2 * own * decay * db + decay * decay * bb
-        return where(is_zero(square), 1.0, (root(square) / 0.125).clamp_min(1.0))
+    def after(self, mean: Any, u: Tensor):
+        return u / (root(mean(u * u)) / 0.125).clamp_min(1.0)
 
 
 @pytest.mark.parametrize("how", [{}, {"cautious": True}, {"cautious_decay": True}])
-def test_means_that_take_the_move_divide_all_of_it(how: dict[str, Any]) -> None:
+def test_means_of_the_update_scale_all_of_it(how: dict[str, Any]) -> None:
     x, g = torch.tensor([3.0, -4.0, 1.0]).double(), torch.tensor([2.0, 1.0, -4.0]).double()
     value = Bounded.pure(lr=0.5, weight_decay=0.25, **how)
     usual = optimi_func.sgd(lr=0.5, weight_decay=0.25, decouple_wd=True, **how)

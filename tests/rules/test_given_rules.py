@@ -548,16 +548,14 @@ def sps(params: Any, grads: Any, lr: float, c: float = 0.5) -> Any:
 
 
 class Gated(Optimizer):
-    """A weighed direction of norm 1 whose finished delta is cut by a mask."""
+    """A weighed direction whose finished delta has norm lr, and is cut by a mask."""
 
     def direction(self, g: Tensor, weight: Tensor, gate: Tensor):
         return weight * g
 
-    def divisor(self, mean: Any, d: Tensor, weight: Tensor):
-        return root(mean(weight * d * d)) + 1e-6
-
-    def after(self, u: Tensor, gate: Tensor):
-        return gate * u
+    def after(self, mean: Any, u: Tensor, weight: Tensor, gate: Tensor):
+        size = root(mean(weight * u * u)) + 1e-6 * self.lr
+        return self.lr * gate / size * u
 
 
 def gated(params: Any, grads: Any, lr: float) -> Any:

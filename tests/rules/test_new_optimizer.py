@@ -829,24 +829,16 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         {"direction": lambda self, g, s: (g, s), "State": object},
     ),
     (
-        "whole does not go with means",
-        {
-            "direction": lambda self, g: g,
-            "whole": lambda self, d: d,
-            "divisor": lambda self, mean, g: mean(g),
-        },
-    ),
-    (
         "mean_0 is not known",
         {
             "direction": lambda self, g: g,
-            "divisor": lambda self, mean, g: mean(g - mean(g)),
+            "after": lambda self, mean, u: mean(u - mean(u)) * u,
         },
     ),
     *[
         (f"{name} is an option or a method", {name: 1.0, "__annotations__": {name: float}})
         for name in (
-            "storage maximize step decay numbers params t x g s self pure factory divisor "
+            "storage maximize step decay numbers params t x g s self pure factory "
             "State Running bare keywords rule_of rule_for"
         ).split()
     ],

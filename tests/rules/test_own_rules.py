@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import grad
 
 from optimi_func import SGD, AdamW, lamb, population, sgd
-from optimi_func.rules import Float, Optimizer, Shaped, Wide, check_number, rounded
+from optimi_func.rules import Float, Optimizer, Shaped, Wide, check_number, root, rounded
 from optimi_func.testing import check_rule
 
 P = torch.tensor([1.0, 2.0])
@@ -188,14 +188,6 @@ def test_init_reads_hyperparameters() -> None:
 # Decay and means
 
 
-class Normalized(Optimizer):
-    def direction(self, g: Tensor):
-        return g
-
-    def divisor(self, mean: Any, g: Tensor):
-        return mean(g * g).sqrt()
-
-
 class OwnLamb(Optimizer):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-6
@@ -210,26 +202,11 @@ class OwnLamb(Optimizer):
         d = m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + self.eps)
         return d, self.State(m, v)
 
-    def divisor(self, mean: Any, d: Tensor, x: Tensor, decay: Tensor):
-        r = d + decay
-        return (mean(r * r) / mean(x * x)).sqrt()
+    def after(self, mean: Any, x: Tensor, u: Tensor):
+        return u * root(mean(x * x)) * self.lr / root(mean(u * u))
 
 
 HOWS: list[dict[str, Any]] = [{"compile": False}, {"foreach": True}]
-
-
-@pytest.mark.parametrize("how", [*HOWS, pytest.param({}, marks=pytest.mark.full)])
-def test_means_divide_the_direction_alone(how: dict[str, Any]) -> None:
-    x, g = torch.tensor([100.0, 200.0]), torch.tensor([1e-5, 2e-5])
-    want = x - 0.1 * (g / g.square().mean().sqrt() + 0.01 * x)
-    torch.testing.assert_close(
-        stepped(Normalized.pure(lr=0.1, weight_decay=0.01), x, g), want
-    )
-    w = nn.Parameter(x.clone())
-    optimizer = Normalized([w], lr=0.1, weight_decay=0.01, **how)
-    w.grad = g
-    optimizer.step()
-    torch.testing.assert_close(w.detach(), want)
 
 
 DECAYS: list[dict[str, Any]] = [
@@ -242,7 +219,7 @@ DECAYS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("how", [*HOWS, pytest.param({}, marks=pytest.mark.full)])
-def test_means_that_take_decay_divide_it_too(
+def test_means_of_the_update_have_its_decay_in_them(
     how: dict[str, Any], decay: dict[str, Any]
 ) -> None:
     drawn = torch.Generator().manual_seed(0)
@@ -263,27 +240,28 @@ def test_means_that_take_decay_divide_it_too(
     torch.testing.assert_close(w.detach(), p, rtol=1e-12, atol=1e-12)
 
 
-def test_cautious_is_refused_where_a_divisor_takes_decay() -> None:
-    with pytest.raises(ValueError, match=r"OwnLamb: cautious=True with divisor\(decay\)"):
-        OwnLamb.pure(lr=0.1, cautious=True)
-    Normalized.pure(lr=0.1, cautious=True)
+@pytest.mark.parametrize("name", ["divisor", "means"])
+def test_a_divisor_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match="Made: divisor was removed: return a scaled u"):
+        made(**{name: lambda self, mean, g: mean(g * g).sqrt()})
+    assert made(fields={name: 0.5}).pure(lr=0.1)  # a number may have this name
 
 
-def test_a_divisor_under_its_former_name() -> None:
-    with pytest.warns(DeprecationWarning, match="Former.means is called divisor") as caught:
+def test_after_returns_a_state_only_if_it_changes_it() -> None:
+    class Halved(Optimizer):
+        class State(NamedTuple):
+            exp_avg: Tensor
 
-        class Former(Optimizer):
-            def direction(self, g: Tensor):
-                return g
+        def direction(self, g: Tensor, s: State):
+            return g, self.State(g)
 
-            def means(self, mean: Any, g: Tensor):
-                return mean(g * g).sqrt()
+        def after(self, u: Tensor):
+            return 0.5 * u
 
-    assert [w.filename for w in caught] == [__file__]
-    x, g = torch.ones(3), torch.tensor([1.0, 2.0, 2.0])
-    for rule in (Former.pure(lr=0.1), Normalized.pure(lr=0.1)):
-        found, _ = rule.step(x, g, rule.init(x))
-        torch.testing.assert_close(found, x - 0.1 * g / 3**0.5)
+    value = Halved.pure(lr=0.5)
+    p, state = value.step(P, P, value.init(P))
+    assert torch.equal(p, 0.75 * P)
+    assert torch.equal(state.leaves.rule_state.exp_avg, P)
 
 
 # Hyperparameters

@@ -50,13 +50,13 @@ def test_slices_of_a_large_parameter_know_the_whole() -> None:
 
 
 class Twice(Shifted):
-    """Steps by the mean of d, which is that of g over its norm, and of x."""
+    """Steps of g over its norm, and of x, scaled by their mean."""
 
     def direction(self, g: Tensor, x: Tensor, total: Tensor):
         return g / total + x
 
-    def divisor(self, mean: Any, d: Tensor):
-        return mean(d)
+    def after(self, mean: Any, u: Tensor):
+        return -self.lr * u / mean(u)
 
 
 @pytest.mark.parametrize(
@@ -73,15 +73,15 @@ def test_means_before_and_after_the_direction(n: int, how: Any) -> None:
     p = torch.linspace(1.0, 2.0, n, dtype=torch.float64, requires_grad=True)
     g = torch.linspace(3.0, 5.0, n, dtype=torch.float64)
     x = p.detach().clone()
-    d = g / g.sum() + x
-    want = x - 0.1 * (d / d.mean() + 0.5 * x)
+    r = g / g.sum() + x + 0.5 * x
+    want = x - 0.1 * r / r.mean()
     short = p[:3].detach().clone().requires_grad_()
     optimizer = Twice([p, short], lr=0.1, weight_decay=0.5, **how)
     p.grad, short.grad = g, g[:3].clone()
     optimizer.step()
     torch.testing.assert_close(p.detach(), want, rtol=1e-12, atol=0.0)
-    d = g[:3] / g[:3].sum() + x[:3]
-    want = x[:3] - 0.1 * (d / d.mean() + 0.5 * x[:3])
+    r = g[:3] / g[:3].sum() + x[:3] + 0.5 * x[:3]
+    want = x[:3] - 0.1 * r / r.mean()
     torch.testing.assert_close(short.detach(), want, rtol=1e-12, atol=0.0)
 
 
@@ -289,6 +289,25 @@ def test_measures_that_are_refused(name: str) -> None:
     body, said = REFUSED[name]
     with pytest.raises(TypeError, match=said):
         type("Wrong", (Shifted,), body)
+
+
+@pytest.mark.parametrize("how", [{"compile": False}, {"foreach": True}])
+def test_cautious_takes_the_directions_of_measured_numbers(how: Any) -> None:
+    class Signed(Optimizer):
+        def measure(self, mean: Any, g: Tensor):
+            return {"shift": mean(g)}
+
+        def direction(self, g: Tensor, shift: Tensor):
+            return g - shift
+
+    x, g = torch.ones(3), torch.tensor([-1.0, 1.0, 6.0])
+    want = torch.tensor([1.0 + 0.1 * 3.0 * 1.5, 1.0, 1.0 - 0.1 * 4.0 * 1.5])
+    value = Signed.pure(lr=0.1, cautious=True)
+    torch.testing.assert_close(value.step(x, g, value.init(x))[0], want)
+    optimizer = Signed([w := x.clone().requires_grad_()], lr=0.1, cautious=True, **how)
+    w.grad = g
+    optimizer.step()
+    torch.testing.assert_close(w.detach(), want)
 
 
 class Named(NamedTuple):
@@ -549,7 +568,9 @@ def test_parameters_that_never_had_a_gradient_count() -> None:
 
 
 def test_cautious_is_refused_with_sums() -> None:
-    with pytest.raises(ValueError, match=r"DoG.* the hook cautious\(\): its direction has sums"):
+    with pytest.raises(
+        ValueError, match=r"DoG.* the hook cautious\(\): its direction has sums"
+    ):
         DoG.pure(lr=1.0, cautious=True)
     with pytest.raises(ValueError, match=r"DoG.* the hook cautious\(\)"):
         DoG([torch.ones(1, requires_grad=True)], lr=1.0, cautious=True)
@@ -576,7 +597,10 @@ REFUSED_SUMS: dict[str, tuple[dict[str, Any], str]] = {
         {"Running": None, "direction": lambda self, g: g},
         r"has no Running: `sums` go with",
     ),
-    "a divisor": ({"divisor": lambda self, mean, g: mean(g)}, r"has a divisor: `sums` go"),
+    "means in after": (
+        {"after": lambda self, mean, u: mean(u * u) * u},
+        r"has means in `after`: `sums` go",
+    ),
     "a number": ({"sums": lambda self, g: 2.0}, r"sums returned 2\.0: allowed are tensors"),
     "a scalar": ({"sums": lambda self, g: self.size}, r"sums returned .*allowed are tens"),
     "no element": ({"sums": lambda self, g: g.flip(0)}, r"sums is not elementwise"),

@@ -107,7 +107,9 @@ OPTIMI = ("sgd", "adam", "adamw", "stableadamw", "radam", "ranger", "adan", "lio
 # Those whose decay joins the gradient, unless they are told otherwise.
 COUPLED = tuple(n for n, value in _VALUES.items() if value.decay == "l2")
 # The rules that take means over a tensor.
-MEASURED = tuple(n for n, rule in _RULES.items() if rule.means is not None)
+MEASURED = tuple(
+    n for n, rule in _RULES.items() if rule.sums or rule.measure or rule.after_means
+)
 # The rules whose state is no sum over a step's gradients.
 REFUSE_STATES = tuple(n for n, rule in _RULES.items() if rule.accumulate is None)
 

@@ -46,5 +46,5 @@ def allowed(name: str) -> float:
         p, grads = problem(steps=steps)
         counts.append(operations(lambda: case.reference(p, grads)))  # noqa: B023
     loop = (counts[1] - counts[0]) / 6
-    parts = (rule.means, rule.measure, rule.whole, rule.after)
+    parts = (rule.sums, rule.measure, rule.whole, rule.after)
     return loop * (2.5 if any(parts) else 1) + 7

@@ -25,9 +25,9 @@ class NormedLAMB(Optimizer):
         m, v = b1 * s.exp_avg + (1 - b1) * c, b2 * s.exp_avg_sq + (1 - b2) * c * c
         return m / (root(v) + self.eps), self.State(m, v)
 
-    def divisor(self, mean: Any, d: Tensor, x: Tensor, decay: Tensor):
-        r = d + decay
-        return (root(mean(r * r)) + self.eps) / (root(mean(x * x)) + self.eps)
+    def after(self, mean: Any, x: Tensor, u: Tensor):
+        scale = (root(mean(x * x)) + self.eps) / (root(mean(u * u)) + self.eps * self.lr)
+        return self.lr * scale * u
 
 
 def normed_lamb(

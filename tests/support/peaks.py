@@ -8,7 +8,7 @@ from optimi_func.rules import Optimizer, root
 
 
 class Peak(Optimizer):
-    """Divides gradients, and then directions, by their largest magnitude and a mean."""
+    """Divides gradients, and then the move, by their largest magnitude and a mean."""
 
     share: float = 0.1
 
@@ -22,8 +22,9 @@ class Peak(Optimizer):
         m = 0.9 * s.exp_avg + g / (size.abs() + 0.1)
         return m, self.State(m)
 
-    def divisor(self, mean: Any, top: Any, d: Tensor):
-        return top(d.abs()) + root(mean(d * d)) + 0.01
+    def after(self, mean: Any, top: Any, u: Tensor):
+        size = top(u.abs()) + root(mean(u * u)) + 0.01 * self.lr
+        return self.lr / size * u
 
 
 def peak(params: Any, grads: Any, lr: float, share: float = 0.1) -> Any:

@@ -8,10 +8,13 @@ A hook is a NamedTuple of numbers that `hook` decorates. It has one of two metho
   scale.
 - `update(d, g, x)` is a generator. It yields a list of `means` tensors, receives their
   means, and yields the new direction. With means = 0 it only yields the new direction.
+
+With sized = True, `scale` finds the number of elements in n.numel, and `update` receives it
+behind the means.
 """
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
@@ -78,11 +81,15 @@ TENSOR = Reduction()
 
 
 class Norms(NamedTuple):
-    """The means of x * x, x * d and d * d, for a parameter x and its direction d."""
+    """The means of x * x, x * d and d * d, for a parameter x and its direction d.
+
+    `numel` is the number of elements that they are means of, for a hook with sized = True.
+    """
 
     xx: Tensor
     xd: Tensor
     dd: Tensor
+    numel: Any = None
 
 
 class Hook(Protocol):
@@ -112,6 +119,7 @@ def hook(cls: type[T]) -> type[T]:
     kind.__eq__ = lambda a, b: type(a) is type(b) and tuple.__eq__(a, b)
     kind.__ne__ = lambda a, b: not a == b
     kind.__hash__ = lambda a: hash((cls, *a))
+    kind.sized = getattr(cls, "sized", False)
     kind.means, kind.scales = getattr(cls, "means", 0), methods == ["scale"]
     kind.reads_gradient = getattr(cls, "reads_gradient", not kind.scales)
     # Kernels are stored under this key, so it changes with the code.
@@ -202,7 +210,7 @@ def hook_rounds(hooks: Sequence[Keyed]) -> list[int]:
     known = False
     for _, x in hooks:
         if not (known and x.scales):
-            rounds.append(len(Norms._fields) if x.scales else x.means)
+            rounds.append(3 if x.scales else x.means)
         known = x.scales
     return rounds
 
@@ -214,45 +222,55 @@ def hooked(
     x: Tensor,
     lr: Scalar,
     take_means: TakeMeans,
+    numel: Tensor | None,
 ) -> Tensor:
-    """Return the direction that hooks over whole tensors make of d, one after another."""
-    norms = None
+    """Return the direction that hooks over whole tensors make of d, one after another.
+
+    `numel` is the number of elements of the whole tensor, if it is known. Else the first
+    means that `take_means` returns may come behind it.
+    """
+    norms, sized = None, any([x.sized for _, x in hooks])
     for _, now in hooks:
-        if not now.scales:
-            d, norms = _driven(now.update(d, g, x), take_means), None
+        if now.scales and norms is not None:
+            d, norms = _with_factors(d, x, norms, now, lr)
             continue
-        if norms is None:
-            norms = Norms(*take_means([x * x, x * d, d * d], 0))
-        a, b = _factors(now.scale(norms, lr))
-        xx, xd, dd = norms
-        if b is None:
-            d, norms = a * d, Norms(xx, a * xd, a * a * dd)
+        update = None if now.scales else now.update(d, g, x)
+        asked: Any = [x * x, x * d, d * d] if update is None else next(update)
+        if not isinstance(asked, list):
+            d, norms = asked, None
             continue
-        dd = a * a * dd + 2.0 * a * b * xd + b * b * xx
-        d, norms = plus(a * d, b, x), Norms(xx, a * xd + b * xx, dd.clamp_min(0.0))
+        means = take_means(asked, 0)
+        if len(means) > len(asked):
+            numel, *means = means
+        if sized and numel is None:
+            numel = torch.full((), x.numel(), dtype=x.dtype, device=x.device)
+        if update is None:
+            d, norms = _with_factors(d, x, Norms(*means, numel=numel), now, lr)
+        else:
+            # The result is yielded: Dynamo cannot compute with what a generator returns.
+            d, norms = update.send([*means, *[numel] * now.sized]), None
     return d
 
 
-def _driven(
-    update: Generator[list[Tensor] | Tensor, list[Tensor], None], take_means: TakeMeans
-) -> Tensor:
-    # The result is yielded, because Dynamo cannot compute with a generator's return value.
-    asked = next(update)
-    while isinstance(asked, list):
-        asked = update.send(take_means(asked, 0))
-    return asked
-
-
-def _factors(found: Any) -> tuple[Tensor, Tensor | None]:
-    """Return a and b of what `scale` returned; a b of None is 0."""
-    return found if isinstance(found, tuple) else (found, None)
+def _with_factors(
+    d: Tensor, x: Tensor, norms: Norms, hook: Any, lr: Scalar
+) -> tuple[Tensor, Norms]:
+    """Return the direction that a hook makes of d by factors, and its norms."""
+    found = hook.scale(norms, lr)
+    a, b = found if isinstance(found, tuple) else (found, None)
+    xx, xd, dd, numel = norms
+    if b is None:
+        return a * d, Norms(xx, a * xd, a * a * dd, numel)
+    dd = a * a * dd + 2.0 * a * b * xd + b * b * xx
+    return plus(a * d, b, x), Norms(xx, a * xd + b * xx, dd.clamp_min(0.0), numel)
 
 
 def _scaled(hook: Any, d: Tensor, x: Tensor, lr: Scalar, dims: list[int]) -> Tensor:
     """Return the direction that a hook makes of d, with means over these dimensions."""
     means = [y.mean(dims, keepdim=True) for y in (x * x, x * d, d * d)]
-    a, b = _factors(hook.scale(Norms(*means), lr))
-    return a * d if b is None else a * d + b * x
+    count = d.numel() // max(1, means[0].numel())
+    numel = torch.full((), count, dtype=d.dtype, device=d.device)
+    return _with_factors(d, x, Norms(*means, numel=numel), hook, lr)[0]
 
 
 @lru_cache(64)

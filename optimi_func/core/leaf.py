@@ -67,17 +67,29 @@ def _rounds(rule: Rule, rates: Rates, write: bool) -> list[tuple[int, int]]:
     return [x for x in rounds if x[0]]
 
 
+def count_beforehand(rule: Rule, rates: Rates) -> int:
+    """Return the number of values of a tensor that are known before any means.
+
+    They are the number of elements, which `Rule.measure` and some hooks read, and the
+    fields that `measure` keeps.
+    """
+    if rule.measure is not None:
+        return 1 + len(rule.measure.kept)
+    return int(any([x.sized for _, x in rates.hooks[rule.mapped_hooks :]]))
+
+
 def taking(
-    rule: Rule, known: Sequence[Tensor], mean: TakeMeans
+    rule: Rule, rates: Rates, known: Sequence[Tensor], mean: TakeMeans
 ) -> Callable[[list[Any], int], list[Any]]:
     """Return a `take_means` of known means, which calls `mean` for the others.
 
-    The first known are those that `measure` knows beforehand.
+    The first known are those that are known beforehand.
     """
     left: list[Any] = list(known)
+    beforehand = count_beforehand(rule, rates)
 
     def take(tensors: list[Any], tops: int) -> list[Any]:
-        first = rule.beforehand if len(left) == len(known) else 0
+        first = beforehand if len(left) == len(known) else 0
         count = len(tensors) + first
         if count > len(left):
             left[first:] = mean(tensors, tops)
@@ -223,11 +235,13 @@ def _moved(
     count = len(old) - len(rule.whole_fields)
     mapped = tuple(old[count:])
     partial_state = type(state)(*old[:count], *[None] * len(mapped))
+    numel = None
     if rule.measure is not None:
         known = take_means(rule.measure.measure(g, x, partial_state, c), rule.measure.tops)
         if len(known) == rule.measure.number:  # else a kernel is given what is before them
             numel = torch.full((), x.numel(), dtype=x.dtype, device=x.device)
             known = [numel, *map(whole, mapped), *known]
+        numel = known[0]
         c, kept = rule.measure.settle(known, c)
         if write and mapped and mapped[0] is not None:
             mapped = tuple(map(distribute_like, state[count:], map(whole, kept)))
@@ -243,7 +257,8 @@ def _moved(
             # Results share no memory with arguments.
             mapped = tuple([y.clone() if y is x else y for x, y in zip(mapped, new_fields)])
         if r.hooks:
-            d = hooked(r.hooks[rule.mapped_hooks :], d, g, x, r.lr, take_means)
+            every = r.hooks[rule.mapped_hooks :]
+            d = hooked(every, d, g, x, r.lr, take_means, numel)
         if rule.sums is not None:
             take_means(rule.sums.measure(g, x, new, c), 0)
         d = _delta(x, d, r)
@@ -321,7 +336,7 @@ def leaf_round(
 
     # Where nothing is compiled, what follows the last of the means costs time.
     run = _moved if rule.after_means is None else leaf_step
-    run(rule, leaf, g, scalars, True, taking(rule, known, mean))
+    run(rule, leaf, g, scalars, True, taking(rule, scalars.rates, known, mean))
     return found[0]
 
 

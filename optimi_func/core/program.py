@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from optimi_func.core.codes import GROUP, is_dense, same_order
 from optimi_func.core.leaf import (
     compute_dtype,
+    count_beforehand,
     leaf_round,
     leaf_step,
     taking,
@@ -251,8 +252,8 @@ def step_now(
         groups.setdefault(key, []).append((i, tensors))
     for (k, dtypes, small), rows in groups.items():
         now, device = packed[k].folded, rows[0][1][0].device
-        wide, sized = compute_dtype(*dtypes), rule.measure is not None
-        kind = Kind(rule, now.statics, dtypes, device, True, False, int(sized))
+        wide, sized = compute_dtype(*dtypes), count_beforehand(rule, now.scalars.rates)
+        kind = Kind(rule, now.statics, dtypes, device, True, False, sized)
         if now.mixes or not now.constant:
             continue
         if (made := program(kind, now.scalars)) is None:
@@ -274,7 +275,7 @@ def step_now(
             if not made.reduces and is_dense(g):
                 if all([same_order(g, x) for x in (*own, *new)]):
                     size = slice_size(g, wide, len(made.buffers))
-            # A rule with `measure` knows the number of elements.
+            # `measure` and some hooks read the number of elements.
             known = [torch.full((), g.numel(), dtype=wide, device="cpu")] if sized else []
             taken = made([g, *own], new, values, room, known, size)
             results[i] = _leaf_like(leaves[i], new), taken
@@ -332,7 +333,7 @@ def _record(kind: Kind, scalars: Scalars) -> Program:
         if kind.round:
             outputs = leaf_round(rule, leaf, g, now, known)
         else:
-            take = taking(rule, known, mean)
+            take = taking(rule, now.rates, known, mean)
             outputs = flat_leaf(leaf_step(rule, leaf, g, now, kind.write, take))
     old = flat_leaf(stored) if kind.in_place else [None] * len(outputs)
     outputs = list(map(recorder.of, outputs))

@@ -296,11 +296,6 @@ class Rule:
         return () if self.whole is None else self.whole.fields
 
     @property
-    def beforehand(self) -> int:
-        """The number of values of a tensor that `measure` knows before its means."""
-        return 0 if self.measure is None else 1 + len(self.measure.kept)
-
-    @property
     def fields(self) -> tuple[str, ...]:
         """The names of the State's fields that `direction` has."""
         return self.state._fields[: len(self.state._fields) - len(self.whole_fields)]

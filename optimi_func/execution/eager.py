@@ -179,7 +179,7 @@ class EagerLaunch(Launch):
 
         for (g, *own), targets in self._slices(columns, None):
             leaf = leaf_of(self._rule, self._codes, own[: len(targets)])
-            take = taking(self._rule, row, mean)
+            take = taking(self._rule, packed.scalars.rates, row, mean)
             given = own[len(targets) :]
             leaf, scalars = with_given(self._rule, leaf, packed.scalars, given)
             now = self._rule, leaf, g, scalars, self._write, take

@@ -24,6 +24,7 @@ from optimi_func.core.checks import warn_user
 from optimi_func.core.codes import GROUP
 from optimi_func.core.leaf import (
     compute_dtype,
+    count_beforehand,
     count_means,
     count_tops,
     leaf_round,
@@ -239,7 +240,7 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
     means = count_means(key.rule, scalars.rates, key.write)
     # A kernel that measures a round is given those before it, and writes its own.
     means = means if key.round is None else means[: key.round + 1]
-    count = sum(means) + key.rule.beforehand
+    count = sum(means) + count_beforehand(key.rule, scalars.rates)
     run = _body(key, spec)
     entry = ""
     # Only torch.compile knows what a stance asks for.
@@ -352,7 +353,7 @@ def _body(key: KernelKey, spec: pytree.TreeSpec) -> Kernel:
             for place, mean in zip(numbers.split(1)[-count:], whole_means(found, tops)):
                 place.copy_(mean.reshape(1))
             return
-        take = taking(rule, known, whole_means)
+        take = taking(rule, scalars.rates, known, whole_means)
         new = leaf_step(rule, leaf, g, scalars, key.write, take)
         write_back(flat_leaf(stored) if key.in_place else tensors[inputs:end], new)
 

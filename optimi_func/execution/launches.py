@@ -20,6 +20,7 @@ from optimi_func.core.distributed import (
 )
 from optimi_func.core.leaf import (
     compute_dtype,
+    count_beforehand,
     count_means,
     count_tops,
 )
@@ -70,11 +71,12 @@ class Launch:
         self.tops = count_tops(rule, rates, write)
         self.sizes: Tensor | None = None
         # The columns of what a rule with `measure` keeps, before the compensations.
-        self.kept = range(-1 - max(0, rule.beforehand - 1), -1)
+        self.count_beforehand = count_beforehand(rule, rates)
+        self.kept = range(-1 - max(0, self.count_beforehand - 1), -1)
         # Sums of a rule that joins them are reduced at the end of the step.
         held = bool(self.rounds) and rule.join is None
         self.shards = [u.slot.shard for u in updates if held and u.slot.shard is not None]
-        if rule.measure is not None:
+        if self.count_beforehand:
             device = first.g.device
             sizes = [x.numel for x in self.shards] or self.lengths.tolist()
             wide = torch.tensor(sizes, dtype=torch.float64, device="cpu")
@@ -111,8 +113,8 @@ class Launch:
 
     def _round(self, known: Tensor | None) -> int:
         """Return the index of the round after those known."""
-        width = self._rule.beforehand if known is None else known.shape[1]
-        before = accumulate(self.rounds, initial=self._rule.beforehand)
+        width = self.count_beforehand if known is None else known.shape[1]
+        before = accumulate(self.rounds, initial=self.count_beforehand)
         return [*before].index(width)
 
     def beforehand(self, step: Step) -> Tensor | None:
@@ -126,7 +128,7 @@ class Launch:
     def keep(self, step: Step, known: Tensor | None) -> None:
         """Write the numbers of tensors that a rule with `measure` keeps."""
         assert known is not None and self._rule.measure is not None
-        count = self._rule.beforehand + self._rule.measure.number
+        count = self.count_beforehand + self._rule.measure.number
         own = known[:, :count].to(self.dtype).unbind(1)
         _, new = self._rule.measure.settle(own, step.packed[self._at].scalars.coeffs)
         for i, x in zip(self.kept, new):

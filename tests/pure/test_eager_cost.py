@@ -21,7 +21,7 @@ from optimi_func.rules import Float, Moment, Optimizer, functions
 # Operations of a leaf of float32, with the default hyperparameters: those of its program
 # and new tensors, or those of `leaf_step` and a map. Of rules that differ in form; all
 # others have at most what `counted.allowed` says.
-OPERATIONS = {"adamw": 22, "lion": 14, "sgd": 10, "stableadamw": 31, "ranger": 26}
+OPERATIONS = {"adamw": 22, "lion": 14, "sgd": 10, "stableadamw": 37, "ranger": 26}
 OPERATIONS |= {"schedule_free_adamw": 26, "muon": 40, "soap": 65}
 OPERATIONS["kron"] = 437  # most of which draw noise, as its loop does in another way
 

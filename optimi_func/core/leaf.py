@@ -205,7 +205,7 @@ def leaf_step(
 
 
 class _Moved(NamedTuple):
-    """What a step writes, before `after`, the sum and the storage."""
+    """A step before `after`, the sum and the storage."""
 
     u: Tensor  # or d, if nothing is written
     widened: tuple[Tensor, Tensor, Tensor | None]  # see `widen`
@@ -224,7 +224,7 @@ def _moved(
     take_means: TakeMeans,
     wide: torch.dtype | None = None,
 ) -> _Moved:
-    """Return what `leaf_step` writes; the leaf is not complex."""
+    """Return the first part of `leaf_step`; the leaf is not complex."""
     p, state, comp = leaf
     wide = leaf_dtype(leaf, g) if wide is None else wide
     c, r, dither = scalars

@@ -44,6 +44,8 @@ def linked(citation: str) -> str:
 def shown(cls: ast.ClassDef) -> str:
     """Return the sections of own_rule.md that a class illustrates."""
     methods = {x.name: x for x in cls.body if isinstance(x, ast.FunctionDef)}
+    if "direction" not in methods:
+        return f"`own_hooks` of {cls.bases[0].id}"
     names = {x.id for x in ast.walk(cls) if isinstance(x, ast.Name)}
     classes = {x.name for x in cls.body if isinstance(x, ast.ClassDef)}
     found = [f"`{x}`" for x in DOORS if x in methods]
@@ -61,7 +63,7 @@ def rule_of(path: Path) -> Rule:
     """Read a file of examples/rules."""
     text = path.read_text()
     tree = ast.parse(text)
-    (cls,) = [x for x in tree.body if isinstance(x, ast.ClassDef)]
+    cls = [x for x in tree.body if isinstance(x, ast.ClassDef)][-1]  # hooks come before
     body = text.splitlines()[cls.lineno - 1 : cls.end_lineno]
     citation, _, use = ast.get_docstring(tree).replace("\n", " ").split("  ")
     lines = len([line for line in body if line.strip()])

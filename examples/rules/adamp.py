@@ -12,36 +12,30 @@ that would only change the norm of the weight.
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from optimi_func.rules import Betas, Optimizer, SecondMoment, root
+from optimi_func import AdamW
+from optimi_func.hooks import hook
+from optimi_func.rules import Betas, root
 
 
-class AdamP(Optimizer):
-    betas: Betas = Betas(0.9, 0.999)
+@hook
+class projected(NamedTuple):
     delta: float = 0.1
-    eps: float = 1e-8
 
-    class State(NamedTuple):
-        exp_avg: Tensor
-        exp_avg_sq: SecondMoment
+    means, sized = 4, True
 
-    def adam(self, g: Tensor, s: State, t: float):
-        b1, b2 = self.betas
-        m = b1 * s.exp_avg + (1 - b1) * g
-        v = b2 * s.exp_avg_sq + (1 - b2) * g * g
-        u = m / (1 - b1**t) / (root(v / (1 - b2**t)) + self.eps)
-        return u, self.State(m, v)
-
-    def measure(
-        self, mean, numel, g: Tensor, s: State, x: Tensor, t: float
-    ):
-        d, _ = self.adam(g, s, t)
-        square, along = mean(x * x), mean(x * d)
-        cosine = mean(g * x).abs() / (root(mean(g * g) * square) + 1e-12)
+    def update(self, d, g, x):
+        square, along, gx, gg, numel = yield [x * x, x * d, g * x, g * g]
+        cosine = gx.abs() / (root(gg * square) + 1e-12)
         apart = cosine < self.delta / numel.sqrt()
-        return {"share": torch.where(apart, along / square, 0.0)}
+        yield d - torch.where(apart, along / square, 0.0) * x
 
-    def direction(self, g: Tensor, s: State, x: Tensor, t: float, share):
-        d, s = self.adam(g, s, t)
-        return d - share * x, s
+
+class AdamP(AdamW):
+    betas: Betas = Betas(0.9, 0.999)
+    weight_decay: float = 0.0
+    eps: float = 1e-8
+    delta: float = 0.1
+
+    def own_hooks(self):
+        return (*super().own_hooks(), projected(self.delta))

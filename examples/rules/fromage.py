@@ -8,19 +8,22 @@ learning rate near 0.01. The division by sqrt(1 + lr^2) keeps the norm of a
 weight from growing.
 """
 
-from torch import Tensor
+from typing import NamedTuple
 
-from optimi_func.rules import Optimizer, root
+from optimi_func import SGD
+from optimi_func.hooks import hook
+from optimi_func.rules import root
 
 
-class Fromage(Optimizer):
-    def measure(self, mean, g: Tensor, x: Tensor):
-        return {
-            "ratio": root(mean(x * x)) / root(mean(g * g)).clamp_min(1e-12)
-        }
+@hook
+class relative_and_shrunk(NamedTuple):
+    def scale(self, n, lr):
+        length = (1 + lr**2) ** 0.5
+        ratio = root(n.xx) / root(n.dd).clamp_min(1e-12)
+        # b is (1 - 1 / length) / lr, without a division by lr
+        return ratio / length, lr / (length * (length + 1))
 
-    def direction(self, g: Tensor, ratio: Tensor):
-        return ratio * g
 
-    def after(self, x: Tensor, u: Tensor):
-        return (x + u) / (1 + self.lr**2) ** 0.5 - x
+class Fromage(SGD):
+    def own_hooks(self):
+        return (*super().own_hooks(), relative_and_shrunk())

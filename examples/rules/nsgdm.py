@@ -9,24 +9,22 @@ private training. In NSGDM, the Euclidean norm of each tensor's step is lr.
 
 from typing import NamedTuple
 
-from torch import Tensor
+from optimi_func import SGD
+from optimi_func.hooks import hook
+from optimi_func.rules import root
 
-from optimi_func.rules import Optimizer, root
+
+@hook
+class normalized(NamedTuple):
+    sized = True  # so that n.numel is there
+
+    def scale(self, n, lr):
+        return 1.0 / root(n.dd * n.numel).clamp_min(1e-12)
 
 
-class NSGDM(Optimizer):
+class NSGDM(SGD):
     momentum: float = 0.9
+    dampening: bool = True
 
-    class State(NamedTuple):
-        exp_avg: Tensor
-
-    def moment(self, g: Tensor, s: State):
-        return self.momentum * s.exp_avg + (1 - self.momentum) * g
-
-    def measure(self, mean, numel: Tensor, g: Tensor, s: State):
-        m = self.moment(g, s)
-        return {"norm": root(mean(m * m) * numel)}
-
-    def direction(self, g: Tensor, s: State, norm: Tensor):
-        m = self.moment(g, s)
-        return m / norm.clamp_min(1e-12), self.State(m)
+    def own_hooks(self):
+        return (*super().own_hooks(), normalized())

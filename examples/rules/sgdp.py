@@ -11,25 +11,28 @@ weights in such networks keep growing under SGD with momentum.
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from optimi_func.rules import Optimizer, root
+from optimi_func import SGD
+from optimi_func.hooks import hook
+from optimi_func.rules import root
 
 
-class SGDP(Optimizer):
+@hook
+class projected(NamedTuple):
+    delta: float = 0.1
+
+    means, sized = 4, True
+
+    def update(self, d, g, x):
+        square, along, gx, gg, numel = yield [x * x, x * d, g * x, g * g]
+        cosine = gx.abs() / (root(gg * square) + 1e-12)
+        apart = cosine < self.delta / numel.sqrt()
+        yield d - torch.where(apart, along / square, 0.0) * x
+
+
+class SGDP(SGD):
     momentum: float = 0.9
     delta: float = 0.1
 
-    class State(NamedTuple):
-        buffer: Tensor
-
-    def measure(self, mean, numel: Tensor, g: Tensor, s: State, x: Tensor):
-        m = self.momentum * s.buffer + g
-        square, along = mean(x * x), mean(x * m)
-        cosine = mean(g * x).abs() / (root(mean(g * g) * square) + 1e-12)
-        apart = cosine < self.delta / numel.sqrt()
-        return {"share": torch.where(apart, along / square, 0.0)}
-
-    def direction(self, g: Tensor, s: State, x: Tensor, share: Tensor):
-        m = self.momentum * s.buffer + g
-        return m - share * x, self.State(m)
+    def own_hooks(self):
+        return (*super().own_hooks(), projected(self.delta))

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from hashlib import sha256
+from itertools import count
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -78,6 +78,10 @@ class Reduction:
 # The options of a hook are its numbers: no pytree, and so no transform, looks into this.
 pytree.register_constant(Reduction)
 TENSOR = Reduction()
+# The keys of hooks that are not the package's begin with this. Kernels with them are not
+# stored on disk, where a later program could find them although its hook is another one.
+OWN = "own hook "
+_count = count()
 
 
 class Norms(NamedTuple):
@@ -97,7 +101,6 @@ class Hook(Protocol):
 
     means: int
     reads_gradient: bool
-    key: str
 
 
 def hook(cls: type[T]) -> type[T]:
@@ -119,13 +122,15 @@ def hook(cls: type[T]) -> type[T]:
     kind.__eq__ = lambda a, b: type(a) is type(b) and tuple.__eq__(a, b)
     kind.__ne__ = lambda a, b: not a == b
     kind.__hash__ = lambda a: hash((cls, *a))
-    kind.sized = getattr(cls, "sized", False)
-    kind.means, kind.scales = getattr(cls, "means", 0), methods == ["scale"]
-    kind.reads_gradient = getattr(cls, "reads_gradient", not kind.scales)
-    # Kernels are stored under this key, so it changes with the code.
-    code = getattr(cls, methods[0]).__code__
-    text = repr((code.co_code, code.co_consts, code.co_names)).partition(" object at ")[0]
-    kind.key = f"{cls.__qualname__}:{sha256(text.encode()).hexdigest()[:16]}"
+    kind.scales = methods == ["scale"]
+    usual = {"means": 0, "sized": False, "keeps_norms": False, "over": TENSOR}
+    usual |= {"reads_gradient": not kind.scales}
+    for name, x in usual.items():
+        if not hasattr(cls, name):
+            setattr(cls, name, x)
+    # A class that is defined again may compute something else, also with the same code.
+    ours = cls.__module__.startswith("optimi_func.")
+    kind.key = kind.__qualname__ if ours else f"{OWN}{next(_count)}"
     if "over" in kind._fields:
         make = kind.__new__
         place = kind._fields.index("over")
@@ -177,7 +182,7 @@ def check_hooks(owner: str, rule: Rule, hooks: Sequence[Any], moves: bool = Fals
             why = "its direction, or another hook, mixes the elements of a matrix"
         elif x.scales and moves:
             why = "its direction contains lr"
-        elif not over(x).is_whole and rule.measure is not None:
+        elif not x.over.is_whole and rule.measure is not None:
             why = "a rule with `measure` maps no matrices: allowed is over='tensor'"
         if why:
             raise ValueError(f"{owner} does not go with the hook {x}: {why}")
@@ -190,17 +195,12 @@ def keyed(hooks: Sequence[Any]) -> tuple[Keyed, ...]:
 
 def keep_norms(hooks: Any) -> bool:
     """Return True if a hook keeps norms constant, which weight decay would change."""
-    return any([getattr(x, "keeps_norms", False) for x in hooks])
-
-
-def over(x: Any) -> Reduction:
-    """Return what the means of a hook are taken over."""
-    return getattr(x, "over", TENSOR)
+    return any([x.keeps_norms for x in hooks])
 
 
 def count_mapped(hooks: Sequence[Any]) -> int:
     """Return how many of the hooks are part of a map: all up to the last over a part."""
-    parts = [i for i, x in enumerate(hooks) if not over(x).is_whole]
+    parts = [i for i, x in enumerate(hooks) if not x.over.is_whole]
     return parts[-1] + 1 if parts else 0
 
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from optimi_func.core.checks import warn_user
 from optimi_func.core.codes import GROUP
+from optimi_func.core.hooks import OWN
 from optimi_func.core.leaf import (
     compute_dtype,
     count_beforehand,
@@ -99,6 +100,8 @@ class KernelKey(NamedTuple):
     @property
     def digest(self) -> str:
         """Return the hash of all that the kernel computes, empty if there is none."""
+        if any([isinstance(s, str) and s.startswith(OWN) for s in self.statics]):
+            return ""
         mapped = self.rule.whole if self.shape else None
         return self.rule.digest if mapped is None else mapped.digest
 

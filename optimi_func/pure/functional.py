@@ -21,7 +21,6 @@ from optimi_func.core.hooks import (
     count_mapped,
     keep_norms,
     keyed,
-    over,
     with_hooks,
 )
 from optimi_func.core.leaf import (
@@ -196,7 +195,7 @@ class FunctionalOptimizer(Kept):
         if not (count := count_mapped(every)):
             return rule
         check_hooks(type(self).__name__, rule, every)
-        return with_hooks(rule, tuple([(x.key, over(x)) for x in every[:count]]))
+        return with_hooks(rule, tuple([(x.key, x.over) for x in every[:count]]))
 
     @derived
     def init_numbers(self) -> Numbers:

@@ -784,6 +784,8 @@ class BaseOptimizer(Fields, Checkpoints):
         for name in ("process_group", "skips_steps"):
             self.__dict__.setdefault(name, None)
         super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("hooks", ())  # of an optimizer that was pickled without
         self._clear_caches()
         self._names.remember(self.param_groups)
 

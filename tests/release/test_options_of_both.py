@@ -12,7 +12,7 @@ from cases import CLASSES
 from pairs import Row, pairwise
 from torch import Tensor, nn
 
-from optimi_func import prepare_for_gradient_release
+from optimi_func import hooks, prepare_for_gradient_release
 from optimi_func.core.rule import Storage
 
 STEPS, MICROBATCHES, F32 = 5, 3, torch.float32
@@ -27,6 +27,7 @@ OPTIONS: dict[str, list[Any]] = {
     "maximize": [False, True],
     "decay": [{}, DECAY, {**DECAY, "cautious_decay": True}, FULLY],
     "cautious": [False, True],
+    "hooks": [(), (hooks.clip_rms(0.3), hooks.radial_brake()), (hooks.floor(0.4, "row"),)],
     "capturable": [False, True],
     "groups": [1, 2],
     "storage": [None, "compact", "exact", Storage("stochastic", seed=5), Storage("plain")],
@@ -47,7 +48,8 @@ def fits(row: Row) -> bool:
     accumulation, ends = get("cycle")
     if accumulation == "states":
         # Exact for SGD's momentum alone; parts are rounded, and not clipped.
-        exact = momentum and not (get("clip") or get("cautious") or get("storage"))
+        mixed = get("cautious") or get("hooks")
+        exact = momentum and not (get("clip") or mixed or get("storage"))
         if not exact or get("skip") == "step" or (get("skip") and get("capturable")):
             return False
     if get("skip") == "step" and {"clip", "cycle"} <= {*row}:
@@ -55,6 +57,11 @@ def fits(row: Row) -> bool:
         if get("clip") != "clip_global_norm" and not at_once:
             return False
     if get("cautious") and get("rule") in ("prodigy", "schedule_free_adamw", "muon"):
+        return False
+    rows = get("hooks") and not get("hooks")[0].over.is_whole
+    if get("hooks") and get("rule") == "prodigy":
+        return False
+    if rows and (get("cautious") or get("rule") == "stableadamw"):
         return False
     coupled = get("rule") == "sgd" and get("decay").get("cautious_decay")
     return not coupled
@@ -112,7 +119,7 @@ def made(row: Row, release: bool) -> tuple[Net, Any]:
     optimizer = CLASSES[row["rule"]](
         groups,
         **{"lr": 0.03, **options, **row["decay"]},
-        **{k: row[k] for k in ("maximize", "cautious", "capturable", "storage")},
+        **{k: row[k] for k in ("maximize", "cautious", "hooks", "capturable", "storage")},
         skip_nonfinite="step" if row["skip"] == "step" else False,
         gradient_release=release,
         compile=False,

@@ -22,7 +22,7 @@ WHICH = ROOT / "benchmarks/results/cpu-xeon-processor-2-threads/which.json"
 DATA = ROOT / "docs/pictures/data"
 Rows = list[Sequence[str]]
 PAGES = ("../README.md", "index.md", "precision.md", "compiled.md", "benchmarks.md")
-PAGES += ("which.md",)
+PAGES += ("which.md", "hooks.md")
 
 
 @cache
@@ -545,6 +545,63 @@ def which_time() -> str:
     return to_reference(timed=True)
 
 
+# Of hooks.md
+
+
+def hook_cost() -> str:
+    """Tabulate the time of a step with each hook, for each list of matrices."""
+    found = load(ONE_THREAD / "hook_cost.json")
+    lists = found["hooks"]
+    rows: Rows = [["hooks=[...] of AdamW", *lists]]
+    for name in next(iter(lists.values())):
+        rows.append([f"`{name}`", *[ratio(cells[name]) for cells in lists.values()]])
+    return table(rows, source(found))
+
+
+def hook_losses() -> str:
+    """Tabulate the losses of each optimizer and hook, and the best learning rates."""
+    found = load(ONE_THREAD / "hooks.json")
+    kinds = found["table"]
+    rows: Rows = [["", *kinds]]
+    for name in next(iter(kinds.values())):
+        row = [f"`{name}`"]
+        for cells in kinds.values():
+            if (cell := cells[name]) is None:
+                row.append("refused")
+                continue
+            final = cell["final"]
+            error = stdev(final) / sqrt(len(final))
+            row.append(f"{mean(final):.3f} ±{error:.3f} (lr 2^{cell['log2 lr']})")
+        rows.append(row)
+    return table(rows, source(found))
+
+
+def hook_widths() -> str:
+    """Tabulate losses over the learning rate, for each width with and without hyperball."""
+    found = load(ONE_THREAD / "hooks.json")
+    rows: Rows = []
+    lrs = sorted(
+        {
+            int(lr)
+            for widths in found["transfer"].values()
+            for cell in widths.values()
+            for lr in cell["by log2 lr"]
+        }
+    )
+    rows.append(["", "width", *[f"lr 2^{lr}" for lr in lrs]])
+    for name, widths in found["transfer"].items():
+        for width, cell in widths.items():
+            losses = {int(lr): mean(x) for lr, x in cell["by log2 lr"].items()}
+            best = min(losses.values())
+            texts = [
+                "-" if lr not in losses else f"{losses[lr]:.3f}".join(["**"] * 2)
+                if losses[lr] == best else f"{losses[lr]:.3f}"
+                for lr in lrs
+            ]  # fmt: skip
+            rows.append([name, width, *texts])
+    return table(rows, source(found))
+
+
 def tables() -> dict[str, str]:
     """Return every table, by the name that it has in a page."""
     made = [
@@ -570,6 +627,7 @@ def tables() -> dict[str, str]:
     ]
     made += [headline, lbfgs, plan, plan_llama, first, release, accumulation, muon]
     made += [which_loss, which_cost, which_steps, which_time]
+    made += [hook_cost, hook_losses, hook_widths]
     return {make.__name__: make() for make in made}
 
 

@@ -321,7 +321,6 @@ class FunctionalOptimizer(Kept):
         self.check()
         if not torch.compiler.is_compiling():
             self.__dict__.update(rule=self.rule, decay=self.decay, numbers=self.numbers)
-            self.__dict__["every_hook"] = self.every_hook
             # What a schedule's number at one step does not change.
             self.__dict__["chosen"] = self.chosen
 
@@ -386,6 +385,7 @@ class FunctionalOptimizer(Kept):
                     "a schedule needs a field whose default is a float"
                 )
         if not torch.compiler.is_compiling():
+            self.__dict__["every_hook"] = self.every_hook
             self.__dict__["rule"] = self.rule  # which is looked up once
         if self.every_hook:
             self._check_hooks()

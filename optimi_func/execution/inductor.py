@@ -9,7 +9,6 @@ Only this module and bfloat16.py use private parts of Inductor. If they are not 
 `compile_flat` returns torch.compile's own function, which does the same, slower.
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from importlib import import_module
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from optimi_func.execution import bfloat16
-from optimi_func.execution.cpp import SHARED_SETTINGS, native, native_key, with_vectors
+from optimi_func.execution.cpp import native, native_key, with_vectors
 from optimi_func.execution.list_kernel import ListKernel, list_kernel_of
 from optimi_func.execution.shaped import ShapedKernel, shaped_kernel_of, store_vectors
 from optimi_func.execution.triton_list import triton_list_kernel_of
@@ -95,14 +94,12 @@ def compile_list_kernel(
         import_module("torch._inductor.compile_fx")
         # The C++ compiler runs in processes of its own. Settings belong to a context.
         ahead = Thread(target=copy_context().run, args=(native,))
-        if not SHARED_SETTINGS:
-            ahead.start()
+        ahead.start()
         options = {"cpp.threads": 1, **_width(), **header}
         options |= _one_pass() if shaped else {}
         change = store_vectors if shaped else conversions
         _, code = _compile(function, example, options, change)
-        if ahead.is_alive():
-            ahead.join()
+        ahead.join()
         make = shaped_kernel_of if shaped else list_kernel_of
         kernel = None if code is None else make(*code, example)
         if code is None or kernel is None or conversions is None:
@@ -204,17 +201,17 @@ def lower(
     options: Mapping[str, object],
 ) -> object:
     """Compile a graph by Inductor, `inner` being its last stage."""
-    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    # Without size asserts the generated code takes any dense tensor for a flat one.
-    patches = {"size_asserts": False, **options}
-    # Attention, convolutions: patterns that no update has, and that take long to load.
-    for name in ("use_pre_grad_passes", "use_joint_graph_passes"):
-        if hasattr(config, name):
-            patches[name] = False
-    if hasattr(config, "cpp_cache_precompile_headers"):
-        patches["cpp_cache_precompile_headers"] = PRECOMPILE_HEADERS
+    patches = {
+        # Without size asserts the generated code takes any dense tensor for a flat one.
+        "size_asserts": False,
+        # Attention, convolutions: patterns that no update has, and that take long to load.
+        "use_pre_grad_passes": False,
+        "use_joint_graph_passes": False,
+        "cpp_cache_precompile_headers": PRECOMPILE_HEADERS,
+        **options,
+    }
     return compile_fx(graph, example, inner_compile=inner, config_patches=patches)
 
 
@@ -234,7 +231,7 @@ def argument_order(given: Sequence[object], example: Sequence[Tensor]) -> list[i
 
 
 def generated_code(compiled: object) -> Generated | None:
-    """Return what Inductor wrote, if it is where torch 2.11 to 2.15 have it."""
+    """Return what Inductor wrote, if it is where torch 2.13 to 2.15 have it."""
     return getattr(compiled, "current_callable", None)
 
 
@@ -264,10 +261,4 @@ def _alias(x: Tensor) -> Tensor:
 def torch_compile(function: T, options: Mapping[str, object]) -> T:
     """Apply torch.compile as one graph, with room for every kind of ambient state."""
     compiler: Any = torch.compile
-    if "recompile_limit" in inspect.signature(compiler).parameters:
-        return compiler(
-            function, fullgraph=True, recompile_limit=_RECOMPILE_LIMIT, **options
-        )
-    # Before torch 2.13 the limit is read at each call.
-    patch = torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT)
-    return patch(compiler(function, fullgraph=True, **options))
+    return compiler(function, fullgraph=True, recompile_limit=_RECOMPILE_LIMIT, **options)

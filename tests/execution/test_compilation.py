@@ -525,12 +525,11 @@ def test_the_compiler_is_imported_before_a_second_thread_needs_it(monkeypatch) -
         def start(self) -> None:
             said.append("thread")
 
-        def is_alive(self) -> bool:
-            return False
+        def join(self) -> None:
+            pass
 
     patches = {
         "Thread": Ahead,
-        "SHARED_SETTINGS": False,
         "import_module": said.append,
         "native_key": lambda: "",
         "_width": dict,

@@ -854,7 +854,6 @@ class BaseOptimizer(Fields, Checkpoints):
         self, group: Group
     ) -> tuple[type[FunctionalOptimizer], tuple[str, ...]]:
         """Return the function that makes a group's value, and its keywords, lr first."""
-        del group
         return type(self).factory, self.keywords
 
     def bound_of(

@@ -85,7 +85,6 @@ def _update(
 
     `after` is computed first, so that an error in it leaves everything unwritten.
     """
-    del after
     update, owned = _running.get()
     # If the graph reads the old value of a parameter later, the compiler passes a copy, and
     # copies it into the parameter at the end. The copy then gets the new value here.

@@ -268,7 +268,6 @@ def whole_field(p: Tensor, shape: Sequence[int]) -> Tensor:
 
 def number_field(p: Tensor, kept: object) -> Tensor:
     """Return a 0 for one of `Rule.whole_fields` that is a number of the tensor."""
-    del kept
     return whole_field(p, ())
 
 

@@ -169,7 +169,6 @@ class Launch:
 
         `known` are those of all `rounds`.
         """
-        del step, known
 
 
 def run_launches(launches: list[Launch], step: Step, joins: bool) -> dict[int, Part]:

@@ -181,7 +181,6 @@ class WholeLaunch(Launch):
 
     def run(self, step: Step, known: Tensor | None) -> None:
         """Update the parameters."""
-        del known
         columns, packed = step.columns, step.packed
         own = into = list(map(self.pick, columns.own))
         directions = self._empty(own[0])
@@ -358,7 +357,6 @@ class ShapedLaunch(Launch):
 
     def run(self, step: Step, known: Tensor | None) -> None:
         """Update the parameters."""
-        del known
         columns = step.columns
         picked = [[x[i] for i in self.places] for x in (columns.grads, *columns.into)]
         grads, p, *rest = picked if self._compensated else picked[:-1]

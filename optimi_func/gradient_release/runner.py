@@ -124,7 +124,6 @@ class Runner:
 
     def attach(self, model: nn.Module) -> list[RemovableHandle]:
         """Add the hooks, and return the handles that remove them."""
-        del model
         params = self.params.values()
         return [p.register_post_accumulate_grad_hook(self.hook) for p in params]
 

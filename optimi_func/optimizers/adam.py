@@ -79,7 +79,6 @@ class Moments(Body):
 
     def scaled(self, mhat: Tensor, root: Tensor, t: float) -> Tensor:
         """Return the direction, given the bias-corrected mean gradient and root of v."""
-        del t
         return mhat / (root + self.eps)
 
 

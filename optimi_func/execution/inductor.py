@@ -142,11 +142,8 @@ def _one_pass() -> dict[str, object]:
     By default it stores what took many reads or operations, and each of a kernel's scalars
     counts as a read. A mean over such a temporary would take twice the memory traffic.
     """
-    from torch._inductor import config
-
-    limits = ("reads", "acc_reads", "opcount")
-    names = [f"realize_{limit}_threshold" for limit in limits]
-    return {name: 1 << 20 for name in names if hasattr(config, name)}
+    limits = "reads", "acc_reads", "opcount"
+    return {f"realize_{limit}_threshold": 1 << 20 for limit in limits}
 
 
 def _compile(

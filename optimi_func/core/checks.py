@@ -449,6 +449,16 @@ def warn(texts: list[str]) -> None:
         warn_user(text)
 
 
+_said: set[str] = set()
+
+
+def is_first(what: str) -> bool:
+    """Return True at the first call of a process with this text."""
+    is_new = what not in _said
+    _said.add(what)
+    return is_new
+
+
 def warn_user(text: str) -> None:
     """Issue a UserWarning at the first caller outside this package and torch."""
     frame, level = sys._getframe(1), 2

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.fx import Interpreter, Node
 
+from optimi_func.core.checks import is_first
 from optimi_func.execution.list_kernel import TRIAL, agree
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ HEADER = Path(__file__).with_name("cpp") / "bfloat16.cpp"
 _FLAG = "enable_floating_point_contract_flag"
 _log = logging.getLogger("optimi_func")
 _failed: list[str] = []  # why the header is not used in this process
-_said: set[str] = set()
 
 
 def header_options(dtypes: set[torch.dtype], elementwise: bool) -> dict[str, object]:
@@ -83,8 +83,7 @@ def report(cause: object) -> None:
 
 def report_conversions(name: str) -> None:
     """Say once in a process that a kernel is compiled again without conversions."""
-    if "conversions" not in _said:
-        _said.add("conversions")
+    if is_first("conversions"):
         _log.warning(
             "bfloat16 steps with Kahan summation take about a tenth longer than they "
             "could: a trial of the kernel %s with conversions to bfloat16 gave other bits "

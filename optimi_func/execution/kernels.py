@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
-from optimi_func.core.checks import warn_user
+from optimi_func.core.checks import is_first, warn_user
 from optimi_func.core.codes import GROUP
 from optimi_func.core.leaf import (
     compute_dtype,
@@ -119,7 +119,6 @@ def has_list_kernels() -> bool:
 _kernels: dict[object, tuple[str, Kernel]] = {}  # by key and kind, with a name
 # Why torch's private parts were not as list kernels expect them, if they were not.
 _other_code: list[str] = []
-_said: set[str] = set()  # what this process was warned of
 lock = threading.RLock()
 
 
@@ -206,8 +205,7 @@ _OTHER_CODE = (
 
 def warn_once(text: str) -> None:
     """Warn the user, unless this process has said the same before."""
-    if text not in _said:
-        _said.add(text)
+    if is_first(text):
         warn_user(text)
 
 

@@ -276,7 +276,7 @@ class BaseOptimizer(Fields, Checkpoints):
             self._names.note(self.param_groups)
         unwrapped(super().add_param_group)(param_group)
         group = self.param_groups[count]
-        names = self._names.pairs_of(group["params"])
+        names = self._names.copy()
         try:
             self._names.remember([group])
             keywords = self._factory_of(group)[1]
@@ -297,9 +297,8 @@ class BaseOptimizer(Fields, Checkpoints):
             if self._constructed:
                 self._warn_of_mistakes(count)
         except Exception:
-            self._names.forget(self.param_groups[count:])
             del self.param_groups[count:]
-            self._names.restore(names)
+            self._names = names
             raise
 
     def _add_names(self, group: Group) -> None:

@@ -59,6 +59,7 @@ from optimi_func.core.distributed import (
     to_local,
 )
 from optimi_func.core.hooks import Hook
+from optimi_func.core.lists import grouped
 from optimi_func.core.owners import Holders, agree, holders_of
 from optimi_func.core.packed import flatten, is_capturing
 from optimi_func.core.rule import (
@@ -650,13 +651,8 @@ class BaseOptimizer(Fields, Checkpoints):
         self.check_train_mode("an update")
         check_unscaled(self)
         self._empty_steps = None  # gradients need not be in p.grad
-        rows: dict[int, list[tuple[Tensor, Tensor, Microbatch]]] = {}
-        groups: dict[int, Group] = {}
-        for row in zip(params, grads, microbatches):
-            group = self.group_of(row[0])
-            groups[id(group)] = group
-            rows.setdefault(id(group), []).append(row)
-        works = [Work(groups[i], *map(list, zip(*some))) for i, some in rows.items()]
+        rows = grouped(zip(params, grads, microbatches), lambda x: id(self.group_of(x[0])))
+        works = [Work(self.group_of(x[0][0]), *map(list, zip(*x))) for x in rows.values()]
         return self._update(works, Request(write, count, self.given, {}))
 
     def check_accumulates(self) -> None:

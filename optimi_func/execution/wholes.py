@@ -18,7 +18,7 @@ from torch.func import vmap
 from optimi_func.core.codes import same_order, to, widen
 from optimi_func.core.distributed import on_whole, shard_of, to_local
 from optimi_func.core.leaf import compute_dtype
-from optimi_func.core.lists import chunks
+from optimi_func.core.lists import chunks, grouped
 from optimi_func.core.owners import Holders, Owned, map_owned
 from optimi_func.core.packed import Packed
 from optimi_func.core.program import Room
@@ -268,12 +268,11 @@ class WholeLaunch(Launch):
                 here.append(item)
 
         def in_place(items: list[Owned]) -> None:
-            batches: dict[tuple[int, object], list[Owned]] = {}
-            for i, item in enumerate(items):
+            def kind(item: Owned) -> tuple[int, object]:
                 d, at = item.tensors[0], self._facts[item.place][1]
-                kind = (d.shape, d.dtype, d.device) if _batches(d) else i
-                batches.setdefault((at, kind), []).append(item)
-            for (at, _), batch in batches.items():
+                return at, (d.shape, d.dtype, d.device) if _batches(d) else id(item)
+
+            for (at, _), batch in grouped(items, kind).items():
                 if len(batch) == 1:
                     i, (d, *fields), *_ = batch[0]
                     wide, given = tuple([to(f, d.dtype) for f in fields]), read(batch[0])

@@ -42,33 +42,18 @@ from optimi_func.classes.groups import (
     take_torchs_decay,
     warn_of_torchs_order,
 )
-from optimi_func.classes.joined import (
-    finish,
-    lead_of,
-    publish_running,
-    running_scalars,
-)
+from optimi_func.classes.joined import finish, lead_of, publish_running, running_scalars
 from optimi_func.classes.resets import reset
 from optimi_func.classes.skipping import check_unscaled, finite_works
 from optimi_func.classes.without_memory import prepare_without_memory
 from optimi_func.classes.work import Prepared, Request, Work
 from optimi_func.core import checks
-from optimi_func.core.distributed import (
-    any_distributed,
-    comparable,
-    to_local,
-)
+from optimi_func.core.distributed import any_distributed, comparable, to_local
 from optimi_func.core.hooks import Hook
 from optimi_func.core.lists import grouped
 from optimi_func.core.owners import Holders, agree, holders_of
 from optimi_func.core.packed import flatten, is_capturing
-from optimi_func.core.rule import (
-    WHOLE_BATCH,
-    Microbatch,
-    Named,
-    Scalar,
-    StorageLike,
-)
+from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Named, Scalar, StorageLike
 from optimi_func.core.storage import group_storage
 from optimi_func.core.torch_private import (
     between_graphs,

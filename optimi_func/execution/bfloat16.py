@@ -19,17 +19,14 @@ from copy import deepcopy
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Interpreter, Node
+from torch.fx import GraphModule, Interpreter, Node
 
 from optimi_func.core.checks import is_first
 from optimi_func.execution.list_kernel import TRIAL, agree
-
-if TYPE_CHECKING:
-    from torch.fx import GraphModule
 
 HEADER = Path(__file__).with_name("cpp") / "bfloat16.cpp"
 # Inductor has no setting for additional flags of the compiler, but it writes the value of
@@ -120,7 +117,7 @@ class Conversions:
     def __init__(self) -> None:
         self._before: GraphModule | None = None
 
-    def __call__(self, module: "GraphModule") -> dict[str, object]:
+    def __call__(self, module: GraphModule) -> dict[str, object]:
         """Change the graph, and return the options that Inductor needs for it."""
         from torch._inductor import config
 
@@ -175,7 +172,7 @@ def _is_exact(node: Node) -> bool:
     return name in _EXACT and not node.kwargs.get("alpha")
 
 
-def convert_roundings(module: "GraphModule") -> bool:
+def convert_roundings(module: GraphModule) -> bool:
     """Replace `round_to` for bfloat16 by a conversion and its inverse.
 
     Returns False if the graph has none.

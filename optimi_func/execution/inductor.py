@@ -13,19 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from importlib import import_module
 from threading import Thread
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from optimi_func.execution import bfloat16
 from optimi_func.execution.cpp import native, native_key, with_vectors
 from optimi_func.execution.list_kernel import ListKernel, list_kernel_of
 from optimi_func.execution.shaped import ShapedKernel, shaped_kernel_of, store_vectors
 from optimi_func.execution.triton_list import triton_list_kernel_of
-
-if TYPE_CHECKING:
-    from torch.fx import GraphModule
 
 T = TypeVar("T", bound=Callable[..., object])
 # `run(scalars, p, g, *state, *comp, *targets)` on 1-D tensors, some of which it writes to.
@@ -150,7 +148,7 @@ def _compile(
     function: Kernel,
     example: Sequence[Tensor],
     options: dict[str, object],
-    change: "Callable[[GraphModule], dict[str, object]] | None" = None,
+    change: Callable[[GraphModule], dict[str, object]] | None = None,
 ) -> tuple[Kernel, tuple[Generated, list[int]] | None]:
     """Return torch.compile's function, and the generated code with `argument_order`.
 
@@ -163,7 +161,7 @@ def _compile(
     codes: list[Generated | None] = []
     calls: list[Sequence[object]] = []
 
-    def inner(graph: "GraphModule", given: Sequence[Tensor], **more: Any) -> object:
+    def inner(graph: GraphModule, given: Sequence[Tensor], **more: Any) -> object:
         settings = {} if change is None else change(graph)
         with inductor_config.patch(settings):
             compiled: Any = compile_fx_inner(graph, given, **more)
@@ -178,7 +176,7 @@ def _compile(
         first._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
         return first
 
-    def backend(graph: "GraphModule", given: Sequence[Tensor]) -> object:
+    def backend(graph: GraphModule, given: Sequence[Tensor]) -> object:
         return lower(graph, given, inner, options)
 
     public = torch_compile(function, {"dynamic": True, "backend": backend})
@@ -192,7 +190,7 @@ def _compile(
 
 
 def lower(
-    graph: "GraphModule",
+    graph: GraphModule,
     example: Sequence[Tensor],
     inner: Callable[..., Any],
     options: Mapping[str, object],

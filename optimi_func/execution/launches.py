@@ -18,11 +18,7 @@ from optimi_func.core.distributed import (
     distribute_like,
     to_local,
 )
-from optimi_func.core.leaf import (
-    compute_dtype,
-    count_means,
-    count_tops,
-)
+from optimi_func.core.leaf import compute_dtype, count_means, count_tops
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.packed import ALIGNMENT
 from optimi_func.core.philox import drawn

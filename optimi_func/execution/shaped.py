@@ -11,16 +11,13 @@ import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from optimi_func.execution.cpp import address, native
 from optimi_func.execution.list_kernel import only_call
-
-if TYPE_CHECKING:
-    from torch.fx import GraphModule
 
 # Shapes of examples, by rank. All sizes differ, so that each number tells what it is made
 # of. Where a sum has more than LONG elements, Inductor adds it up in parts.
@@ -132,7 +129,7 @@ def _length(sizes: Sequence[int], bits: int) -> int:
     return 0 if bits < 0 else prod([n for i, n in enumerate(sizes) if bits >> i & 1])
 
 
-def store_vectors(module: "GraphModule") -> dict[str, object]:
+def store_vectors(module: GraphModule) -> dict[str, object]:
     """Change a graph so that Inductor computes once what it broadcasts.
 
     It would compute that anew for each element of a loop over a whole tensor. Returns the

@@ -44,12 +44,7 @@ from optimi_func.execution.kernels import (
     kernel,
     updates_lists,
 )
-from optimi_func.execution.launches import (
-    Launch,
-    RehearsedLaunch,
-    addresses,
-    measured,
-)
+from optimi_func.execution.launches import Launch, RehearsedLaunch, addresses, measured
 from optimi_func.execution.shaped import EXAMPLES, ShapedKernel, example_of
 from optimi_func.execution.slots import Columns, Slot, Step, Update, split_twins
 

@@ -43,20 +43,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from optimi_func.core import math
 from optimi_func.core.rule import Named, Scalar
-from optimi_func.rules.arithmetic import (
-    as_choice,
-    as_scalar,
-    as_tensor,
-    floor_quotient,
-    floor_quotient_of_scalars,
-    in_double,
-    power_of_scalars,
-    quotient_of_scalars,
-    remainder,
-    remainder_of_scalars,
-    restored,
-    square_root,
-)
+from optimi_func.rules import arithmetic
 
 # The shape of the example tensors. A function that flattens, transposes or squeezes a
 # tensor returns another shape.
@@ -93,17 +80,17 @@ _SPELLINGS = {
 _ROOTS = (torch.sqrt, Tensor.sqrt)
 # What is called in place of a function: if an argument is a tensor, and if all are numbers.
 _WITH_TENSORS: dict[Any, Callable[..., Any]] = {
-    operator.mod: remainder,
-    operator.floordiv: floor_quotient,
+    operator.mod: arithmetic.remainder,
+    operator.floordiv: arithmetic.floor_quotient,
     operator.pow: math.power,
-    **dict.fromkeys(_ROOTS, square_root),
+    **dict.fromkeys(_ROOTS, arithmetic.square_root),
 }
 _OF_SCALARS: dict[Any, Callable[..., Any]] = {
-    operator.truediv: quotient_of_scalars,
-    operator.mod: remainder_of_scalars,
-    operator.floordiv: floor_quotient_of_scalars,
-    operator.pow: power_of_scalars,
-    **dict.fromkeys(_ROOTS, square_root),
+    operator.truediv: arithmetic.quotient_of_scalars,
+    operator.mod: arithmetic.remainder_of_scalars,
+    operator.floordiv: arithmetic.floor_quotient_of_scalars,
+    operator.pow: arithmetic.power_of_scalars,
+    **dict.fromkeys(_ROOTS, arithmetic.square_root),
 }
 # Functions that accept a Python number wherever they accept a 0-d tensor. Others are passed
 # 0-d tensors in place of numbers.
@@ -122,9 +109,9 @@ _PLAIN = {(fn, bool) for fn in _LOGICAL} | {
 # How code spells calls whose arguments are all Python floats.
 _OF_FLOATS = _FORMS | {
     math.choose: "{1} if {0} else {2}",
-    square_root: "_sqrt({})",
-    power_of_scalars: "_pow({}, {})",
-    quotient_of_scalars: "{} / {}",
+    arithmetic.square_root: "_sqrt({})",
+    arithmetic.power_of_scalars: "_pow({}, {})",
+    arithmetic.quotient_of_scalars: "{} / {}",
 }
 
 
@@ -322,11 +309,9 @@ class Trace(TorchFunctionMode):
         if isinstance(known := self._once.get(key), Symbol):
             return known
         chosen: Any = _OF_SCALARS.get(fn, fn)
-        if (
-            chosen,
-            *{type(x.value) for x in args if isinstance(x, Symbol)},
-        ) not in _PLAIN:
-            chosen = in_double(chosen)
+        kinds = {type(x.value) for x in args if isinstance(x, Symbol)}
+        if (chosen, *kinds) not in _PLAIN:
+            chosen = arithmetic.in_double(chosen)
         value = chosen(*_mapped(_example, args), **_mapped(_example, kwargs))
         if type(value) not in (bool, int, float):
             raise Refused(f"cannot be traced: {fn.__name__} returns no number")
@@ -398,14 +383,14 @@ class Trace(TorchFunctionMode):
         if isinstance(x, Tensor):
             return self.node(x)
         if isinstance(x, Symbol) and type(x.value) is not float:
-            return self._converted(restored, x, type(x.value))
+            return self._converted(arithmetic.restored, x, type(x.value))
         return x
 
     def _as_tensor(self, x: Symbol | float | Tensor, integers: bool) -> Tensor:
         """Return a number as a 0-d tensor. Integers become floats, unless `integers`."""
         if integers or type(_example(x)) is not int:
             x = self._operand(x)
-        return self._converted(as_tensor, x, self._like).value
+        return self._converted(arithmetic.as_tensor, x, self._like).value
 
     def _as_floats(self, x: Tensor) -> Tensor:
         """Return a tensor of bools or integers, converted to the parameter's dtype."""

@@ -59,11 +59,6 @@ def header_options(dtypes: set[torch.dtype], elementwise: bool) -> dict[str, obj
     return {f"cpp.{_FLAG}": getattr(config.cpp, _FLAG) + flags}
 
 
-def is_compiler_error(error: Exception) -> bool:
-    """Return True if the C++ compiler refused a source, perhaps because of the header."""
-    return "C++ compile error" in str(error)
-
-
 def report(cause: object) -> None:
     """Do without the header from now on in this process, and say so once."""
     if not _failed:

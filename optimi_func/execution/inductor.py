@@ -114,7 +114,7 @@ def compile_list_kernel(
             converts = header and not shaped
             return compile_with(header, bfloat16.Conversions() if converts else None)
         except Exception as error:
-            if not header or not bfloat16.is_compiler_error(error):
+            if not header or "C++ compile error" not in str(error):
                 raise
             kernel = compile_with({}, None)  # raises if the header is not the cause
             bfloat16.report(error)

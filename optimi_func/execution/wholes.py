@@ -65,25 +65,14 @@ def elementwise(rule: Rule, directs: bool) -> Rule:
     """
     if rule.direction is along_gradient and not rule.fields:
         rule = gradient_rule  # whatever the scalars of the map
-    parts = rule.name, rule.state, rule.init, rule.coeffs, rule.direction
-    how = rule.reads_param, rule.given, rule.digest
-    return _elementwise(*parts, rule.fields, *how, directs)
+    parts = rule.name, rule.state, rule.init, rule.coeffs, rule.direction, rule.fields
+    return _elementwise((*parts, rule.reads_param, rule.given, rule.digest), directs)
 
 
 # Bounded, because a notebook may define a rule again and again.
 @lru_cache(64)
-def _elementwise(
-    name: str,
-    state: type[Named],
-    init: Callable[..., Named],
-    coeffs: Callable[..., Named],
-    direct: Callable[..., Direction],
-    fields: tuple[str, ...],
-    reads: bool,
-    given: tuple[str, ...],
-    digest: str,
-    directs: bool,
-) -> Rule:
+def _elementwise(parts: tuple[Any, ...], directs: bool) -> Rule:
+    name, state, init, coeffs, direct, fields, reads, given, digest = parts
     annotations = [(field, Tensor) for field in (*fields, *["direction"] * directs)]
     kind = NamedTuple("State", annotations)
     count = len(fields)
@@ -95,8 +84,8 @@ def _elementwise(
 
     suffix = "_direction" if directs else "_moments"
     digest = digest and digest + suffix
-    parts = name + suffix, kind, init, coeffs, direction
-    return Rule(*parts, reads_param=reads, given=given, digest=digest)
+    own = name + suffix, kind, init, coeffs, direction
+    return Rule(*own, reads_param=reads, given=given, digest=digest)
 
 
 @lru_cache(64)

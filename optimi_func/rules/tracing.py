@@ -436,35 +436,35 @@ class Trace(TorchFunctionMode):
         """Return `(*inputs, *coefficients) -> results`, for tensors."""
         writer = _Writer([*map(self.node, inputs), *self.coeffs], _FORMS)
         writer.names[self._like] = "x0"
-        lines = [line for _, line in self._lines(writer, results)]
-        outputs = [writer.term(self.node(x)) for x in results]
-        run = writer.function(method, [*lines, f"return {_tuple(outputs)}"])
-        self.code += writer.code
-        return _in_one_dtype(run, len(inputs))
+        return _in_one_dtype(self._written(writer, method, results), len(inputs))
 
     def host_function(
         self, method: str, inputs: Sequence[Symbol], results: Sequence[Symbol]
     ) -> Callable[..., tuple[Any, ...]]:
         """Return `(*inputs) -> results`, for numbers and 0-d tensors."""
-        writer = _Writer(inputs, _FORMS)
+        run = self._written(_Writer(inputs, _FORMS), method, results)
+        scalar = arithmetic.as_scalar
+        return lambda *args: run(*[x if type(x) is float else scalar(x) for x in args])
+
+    def _written(
+        self, writer: "_Writer", method: str, results: Sequence[Any]
+    ) -> Callable[..., tuple[Any, ...]]:
         lines = [line for _, line in self._lines(writer, results)]
-        lines.append(f"return {_tuple(self._floats(writer, results))}")
+        lines.append(f"return {_tuple(self._terms(writer, results))}")
         run = writer.function(method, lines)
         self.code += writer.code
-        return lambda *args: run(*[x if type(x) is float else as_scalar(x) for x in args])
+        return run
 
-    def _floats(self, writer: "_Writer", results: Iterable[Symbol]) -> list[str]:
-        """Return the expressions of numbers, converted to floats.
+    def _terms(self, writer: "_Writer", results: Iterable[Any]) -> list[str]:
+        """Return the expressions of tensors, and of numbers converted to floats.
 
         A bool among the coefficients would be a constant of the kernel.
         """
         terms = list[str]()
-        for x in results:
-            kind = as_choice if x is self.due else as_scalar
-            plain = type(x.value) is float
-            terms.append(
-                writer.term(x) if plain else f"{writer.constant(kind)}({writer.term(x)})"
-            )
+        for x in map(self.node, results):
+            kind = arithmetic.as_choice if x is self.due else arithmetic.as_scalar
+            plain, term = type(x.value) in (float, Tensor), writer.term(x)
+            terms.append(term if plain else f"{writer.constant(kind)}({term})")
         return terms
 
     def prepared(
@@ -503,7 +503,7 @@ class Trace(TorchFunctionMode):
             (then if varies else first).append(line)
             late |= {node} if varies else set()
         count = len(kind._fields) - len(kind._field_defaults)
-        terms = self._floats(writer, results)
+        terms = self._terms(writer, results)
         made, after = terms[:count], "_r"
         if whole is not None:
             made.append(f"whole={writer.term(whole)}")

@@ -379,10 +379,8 @@ class kernel_context:
         self._modes: list[AbstractContextManager[object]] = []
         if torch.is_inference_mode_enabled():
             self._modes.append(torch.inference_mode(False))
-        kind_of_device = self._device.type
-        for kind in (
-            ("cpu",) if kind_of_device in ("cpu", "meta") else ("cpu", kind_of_device)
-        ):
+        own = self._device.type
+        for kind in ("cpu",) if own in ("cpu", "meta") else ("cpu", own):
             if torch.is_autocast_enabled(kind):
                 self._modes.append(torch.autocast(kind, enabled=False))
         for mode in self._modes:

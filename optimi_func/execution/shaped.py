@@ -48,9 +48,8 @@ class ShapedKernel:
 
     def fits(self, shape: Sequence[int], lengths: list[int], first: int) -> bool:
         """Return True if tensors from the first on have the lengths for this shape."""
-        return (
-            lengths == [_length(shape, x) for x in self.made_of[2][first:]][: len(lengths)]
-        )
+        own = [_length(shape, x) for x in self.made_of[2][first:]]
+        return lengths == own[: len(lengths)]
 
     def prepared(self, shapes: Sequence[Sequence[int]]) -> "tuple[array[int], int, int]":
         """Return rows of arguments, the bytes that these need, and how many threads."""
@@ -114,9 +113,8 @@ def shaped_kernel_of(
             arguments.append([-1, sizes.index(x), 0])
         else:
             return None
-    return ShapedKernel(
-        call[0], arguments, [_dimensions(sizes, x.numel()) for x in example]
-    )
+    lengths = [_dimensions(sizes, x.numel()) for x in example]
+    return ShapedKernel(call[0], arguments, lengths)
 
 
 def _dimensions(sizes: Sequence[int], length: int) -> int:

@@ -27,7 +27,11 @@ ROWS: dict[str, list[Any]] = {
     'floor(0.35, "row")': [hooks.floor(0.35, "row")],
 }
 # The number of matrices, and their sides.
-SHAPES = {"60 of 64 x 64": (60, 64), "8 of 512 x 512": (8, 512), "2 of 2048 x 2048": (2, 2048)}
+SHAPES = {
+    "60 of 64 x 64": (60, 64),
+    "8 of 512 x 512": (8, 512),
+    "2 of 2048 x 2048": (2, 2048),
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,9 @@ def report(found: Found) -> str:
     """A row for each list of matrices and hook."""
     rows = [["matrices", "hooks", "ms", "ratio (quartiles)"]]
     for name, cells in found["hooks"].items():
-        rows += [[name, k, harness.milliseconds(x), harness.text(x)] for k, x in cells.items()]
+        rows += [
+            [name, k, harness.milliseconds(x), harness.text(x)] for k, x in cells.items()
+        ]
     return harness.table(rows)
 
 

@@ -42,32 +42,18 @@ from optimi_func.classes.groups import (
     take_torchs_decay,
     warn_of_torchs_order,
 )
-from optimi_func.classes.joined import (
-    finish,
-    lead_of,
-    publish_running,
-    running_scalars,
-)
+from optimi_func.classes.joined import finish, lead_of, publish_running, running_scalars
 from optimi_func.classes.resets import reset
 from optimi_func.classes.skipping import check_unscaled, finite_works
 from optimi_func.classes.without_memory import prepare_without_memory
 from optimi_func.classes.work import Prepared, Request, Work
 from optimi_func.core import checks
-from optimi_func.core.distributed import (
-    any_distributed,
-    comparable,
-    to_local,
-)
+from optimi_func.core.distributed import any_distributed, comparable, to_local
 from optimi_func.core.hooks import Hook
+from optimi_func.core.lists import grouped
 from optimi_func.core.owners import Holders, agree, holders_of
 from optimi_func.core.packed import flatten, is_capturing
-from optimi_func.core.rule import (
-    WHOLE_BATCH,
-    Microbatch,
-    Named,
-    Scalar,
-    StorageLike,
-)
+from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Named, Scalar, StorageLike
 from optimi_func.core.storage import group_storage
 from optimi_func.core.torch_private import (
     between_graphs,
@@ -276,7 +262,7 @@ class BaseOptimizer(Fields, Checkpoints):
             self._names.note(self.param_groups)
         unwrapped(super().add_param_group)(param_group)
         group = self.param_groups[count]
-        names = self._names.pairs_of(group["params"])
+        names = self._names.copy()
         try:
             self._names.remember([group])
             keywords = self._factory_of(group)[1]
@@ -297,9 +283,8 @@ class BaseOptimizer(Fields, Checkpoints):
             if self._constructed:
                 self._warn_of_mistakes(count)
         except Exception:
-            self._names.forget(self.param_groups[count:])
             del self.param_groups[count:]
-            self._names.restore(names)
+            self._names = names
             raise
 
     def _add_names(self, group: Group) -> None:
@@ -651,13 +636,8 @@ class BaseOptimizer(Fields, Checkpoints):
         self.check_train_mode("an update")
         check_unscaled(self)
         self._empty_steps = None  # gradients need not be in p.grad
-        rows: dict[int, list[tuple[Tensor, Tensor, Microbatch]]] = {}
-        groups: dict[int, Group] = {}
-        for row in zip(params, grads, microbatches):
-            group = self.group_of(row[0])
-            groups[id(group)] = group
-            rows.setdefault(id(group), []).append(row)
-        works = [Work(groups[i], *map(list, zip(*some))) for i, some in rows.items()]
+        rows = grouped(zip(params, grads, microbatches), lambda x: id(self.group_of(x[0])))
+        works = [Work(self.group_of(x[0][0]), *map(list, zip(*x))) for x in rows.values()]
         return self._update(works, Request(write, count, self.given, {}))
 
     def check_accumulates(self) -> None:
@@ -856,7 +836,6 @@ class BaseOptimizer(Fields, Checkpoints):
         self, group: Group
     ) -> tuple[type[FunctionalOptimizer], tuple[str, ...]]:
         """Return the function that makes a group's value, and its keywords, lr first."""
-        del group
         return type(self).factory, self.keywords
 
     def bound_of(

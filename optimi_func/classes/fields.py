@@ -104,7 +104,6 @@ class Field(Generic[Got, Given]):
 
     def is_static(self, x: object) -> bool:
         """Return True if methods are traced for this value."""
-        del x
         return not self.number
 
     def check(self, x: object, bound: bool = True) -> None:
@@ -180,7 +179,6 @@ class Floats(Field[Got, Given]):
 
     def check_item(self, i: int, x: object, bound: bool) -> None:
         """Raise for the i-th number if it is none or, if `bound`, out of range."""
-        del i
         checks.check_number(self.name, self.name, x, **(self._bounds if bound else ANY))
 
 
@@ -189,7 +187,6 @@ class Betas(Floats[tuple[Scalar, Scalar], tuple[Number, Number]]):
 
     def check_item(self, i: int, x: object, bound: bool) -> None:
         """Raise unless the i-th is in [0, 1)."""
-        del bound
         checks.check_number(f"beta{i + 1} parameter", f"betas[{i}]", x, below=1.0)
 
 

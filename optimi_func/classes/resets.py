@@ -37,10 +37,8 @@ def reset(
             raise TypeError(f"reset(params=...) got {p!r:.80}: allowed are parameters")
         group = optimizer.group_of(p)
         capturable = group["capturable"]
-        bound, where = (
-            optimizer.bound_of(group, [p], capturable),
-            optimizer.path_of(group, p),
-        )
+        bound = optimizer.bound_of(group, [p], capturable)
+        where = optimizer.path_of(group, p)
         rule, storage = bound.rule, group_storage(group)
         anew = None if rows is None else rows_of(rule, where, p, rows)
         if "step" in optimizer.state.get(p, {}):

@@ -13,11 +13,7 @@ from torch.utils import _pytree as pytree
 from optimi_func.compiled.update_op import running
 from optimi_func.compiled.whole import Outcome, Program, StepGraph
 from optimi_func.core import torch_private
-from optimi_func.core.checks import (
-    check_apart,
-    check_runs_kernels,
-    is_expanded,
-)
+from optimi_func.core.checks import check_apart, check_runs_kernels, is_expanded
 from optimi_func.core.rule import InitOptions, Microbatch, PyTree
 from optimi_func.core.torch_private import is_plain
 from optimi_func.execution.sums import Part

@@ -39,7 +39,7 @@ def read_before_written() -> None:
     A change of this function needs another name of the operation, because Inductor's cache
     on disk does not depend on the lowering and would return old graphs.
 
-    This sets the lowering of this one operation alone. Torch 2.11 to 2.15; no upstream
+    This sets the lowering of this one operation alone. Torch 2.13 to 2.15; no upstream
     issue is known. test_private_torch_is_there fails if a name is missing, and
     test_gradients_read_parameters_before_they_move if expressions are computed too late.
     """
@@ -85,7 +85,6 @@ def _update(
 
     `after` is computed first, so that an error in it leaves everything unwritten.
     """
-    del after
     update, owned = _running.get()
     # If the graph reads the old value of a parameter later, the compiler passes a copy, and
     # copies it into the parameter at the end. The copy then gets the new value here.

@@ -211,9 +211,8 @@ def check_source(name: str, x: object, target: Tensor) -> None:
 
 def check_no_module(params: object) -> None:
     """Raise if an optimizer is given a module in place of its parameters."""
-    if isinstance(params, torch.nn.Module) and not isinstance(
-        params, torch.nn.ParameterList
-    ):
+    module = isinstance(params, torch.nn.Module)
+    if module and not isinstance(params, torch.nn.ParameterList):
         raise TypeError(
             "params is a module: pass model.named_parameters(), or parameters()"
         )
@@ -449,6 +448,16 @@ def warn(texts: list[str]) -> None:
         warn_user(text)
 
 
+_said: set[str] = set()
+
+
+def is_first(what: str) -> bool:
+    """Return True at the first call of a process with this text."""
+    is_new = what not in _said
+    _said.add(what)
+    return is_new
+
+
 def warn_user(text: str) -> None:
     """Issue a UserWarning at the first caller outside this package and torch."""
     frame, level = sys._getframe(1), 2
@@ -464,9 +473,8 @@ def warn_user(text: str) -> None:
 def check_optimizer(optimizer: object, hyper: Mapping[str, object] | None) -> None:
     """Raise if it is no optimizer or factory, or if a bound one comes with `hyper`."""
     # A class is a factory if it is one of pure optimizers.
-    if not callable(optimizer) or (
-        isinstance(optimizer, type) and not has_init_and_step(optimizer)
-    ):
+    lacks = isinstance(optimizer, type) and not has_init_and_step(optimizer)
+    if lacks or not callable(optimizer):
         check_pure("optimizer", optimizer, "factories such as optimi_func.adamw, ")
     if is_pure(optimizer) and hyper:
         raise TypeError(

@@ -55,7 +55,6 @@ class Moment8(NamedTuple):
 
     def encode(self, x: Tensor, dither: Scalar) -> "Moment8":
         """Return x in the nearest codes."""
-        del dither
         rows = _rows(x.to(torch.float32), self.q)
         scale = rows.abs().amax(1, keepdim=True)
         q = torch.round((rows.abs() * _inverse(scale)).sqrt() * 127.0) * rows.sign()
@@ -380,7 +379,6 @@ class _NotDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, result: Tensor) -> Tensor:
-        del x
         return result.view_as(result)
 
     @staticmethod

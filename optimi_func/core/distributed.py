@@ -268,7 +268,6 @@ def whole_field(p: Tensor, shape: Sequence[int]) -> Tensor:
 
 def number_field(p: Tensor, kept: object) -> Tensor:
     """Return a 0 for one of `Rule.whole_fields` that is a number of the tensor."""
-    del kept
     return whole_field(p, ())
 
 
@@ -372,12 +371,8 @@ def all_finite(
     parts = [g for g in to_local(grads) if g.numel() and g.layout == torch.strided]
     largest = norms_of(parts, math.inf)
     device = largest[0].device if largest else to_local(params)[0].device
-    every = [x.to(device, torch.float64) for x in largest]
-    finite = (
-        torch.stack([*every, torch.zeros((), dtype=torch.float64, device=device)])
-        .isfinite()
-        .all()
-    )
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    finite = torch.stack([*[x.to(zero) for x in largest], zero]).isfinite().all()
     return everywhere(finite, params, () if copies is None else [copies])
 
 

@@ -213,6 +213,8 @@ def slow_second_moment(p: Tensor, kept: MomentStorage) -> Tensor | SecondMoment8
 
 
 def slow_moment(p: Tensor, kept: MomentStorage | None = None) -> Tensor:
-    """Return zeros, at least float32, for a mean with moves too small for bfloat16."""
-    del kept  # it is as wide in all storages
+    """Return zeros for a mean with moves too small for bfloat16.
+
+    They are as wide in all storages, and at least float32.
+    """
     return torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))

@@ -100,19 +100,16 @@ def normals(
     which may be None. There is one draw for each dtype and device, so that a graph does not
     grow with the list. The seed, the stream, and the step, its part, are 0-d int64 from 0.
     """
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for i, x in enumerate(tensors):
-        if x is not None:
-            kinds.setdefault((x.dtype, x.device), []).append(i)
     noise: list[Tensor | None] = [None] * len(tensors)
-    for (dtype, device), places in kinds.items():
-        of_kind = cast(list[Tensor], [tensors[i] for i in places])
+    present = [(i, x) for i, x in enumerate(tensors) if x is not None]
+    kinds = grouped(present, lambda row: (row[1].dtype, row[1].device))
+    for (dtype, device), rows in kinds.items():
         each = 4 if dtype.is_floating_point else 8  # numbers that four words make
-        blocks = [-(-x.numel() // each) for x in of_kind]
+        blocks = [-(-x.numel() // each) for _, x in rows]
         counted = [torch.arange(n, dtype=torch.int64, device=device) for n in blocks]
         within = torch.cat(counted)
-        pairs = zip(places, blocks)
-        which = torch.cat([torch.full_like(within[:n], i + first) for i, n in pairs])
+        pairs = zip(rows, blocks)
+        which = torch.cat([torch.full_like(within[:n], i + first) for (i, _), n in pairs])
         stream, now = seed.to(device), step.to(device)
         key = stream & _WORD, stream >> 32
         if dtype.is_floating_point:
@@ -120,12 +117,12 @@ def normals(
         else:
             # The temporaries of a slice are in a cache. A graph has one for all.
             size = within.numel() if torch.compiler.is_compiling() else SLICE
-            rows = zip(within.split(size or 1), which.split(size or 1))
+            slices = zip(within.split(size or 1), which.split(size or 1))
             last = (now >> 32) + _BITS
             drawn = torch.cat(
-                [_halves(philox((a, b, now & _WORD, last), key)) for a, b in rows]
+                [_halves(philox((a, b, now & _WORD, last), key)) for a, b in slices]
             )
-        for i, x, z in zip(places, of_kind, drawn.split([each * n for n in blocks])):
+        for (i, x), z in zip(rows, drawn.split([each * n for n in blocks])):
             noise[i] = z[: x.numel()].reshape(x.shape)
     return noise
 

@@ -1,6 +1,6 @@
 """Small functions around private torch APIs that compiled/ and execution/ do not own.
 
-They are there in torch 2.11 to 2.15; 2.13 is the oldest supported one. No public name
+They are there in torch 2.13 to 2.15; 2.13 is the oldest supported one. No public name
 does the same, and where one seems to, the docstring says why not. Tests named
 `test_private_...` fail if a new torch lacks a name. No function changes torch for other
 code.
@@ -338,9 +338,7 @@ def _fsdp_groups(params: Iterable[Tensor]) -> "list[tuple[FSDPModule, FSDPParamG
     registry = sys.modules.get("torch.distributed._composable_state")
     shards, pairs = {*params}, []
     for module, state in list(registry._module_state_mapping.items()) if registry else []:
-        # Before torch 2.13 a module has one group.
-        one = getattr(state(), "_fsdp_param_group", None)
-        for group in getattr(state(), "_fsdp_param_groups", [one] if one else []):
+        for group in getattr(state(), "_fsdp_param_groups", ()):
             if not shards.isdisjoint([x.sharded_param for x in group.fsdp_params]):
                 pairs.append((module, group))
     return pairs

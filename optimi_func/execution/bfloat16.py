@@ -19,16 +19,14 @@ from copy import deepcopy
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Interpreter, Node
+from torch.fx import GraphModule, Interpreter, Node
 
+from optimi_func.core.checks import is_first
 from optimi_func.execution.list_kernel import TRIAL, agree
-
-if TYPE_CHECKING:
-    from torch.fx import GraphModule
 
 HEADER = Path(__file__).with_name("cpp") / "bfloat16.cpp"
 # Inductor has no setting for additional flags of the compiler, but it writes the value of
@@ -36,7 +34,6 @@ HEADER = Path(__file__).with_name("cpp") / "bfloat16.cpp"
 _FLAG = "enable_floating_point_contract_flag"
 _log = logging.getLogger("optimi_func")
 _failed: list[str] = []  # why the header is not used in this process
-_said: set[str] = set()
 
 
 def header_options(dtypes: set[torch.dtype], elementwise: bool) -> dict[str, object]:
@@ -62,11 +59,6 @@ def header_options(dtypes: set[torch.dtype], elementwise: bool) -> dict[str, obj
     return {f"cpp.{_FLAG}": getattr(config.cpp, _FLAG) + flags}
 
 
-def is_compiler_error(error: Exception) -> bool:
-    """Return True if the C++ compiler refused a source, perhaps because of the header."""
-    return "C++ compile error" in str(error)
-
-
 def report(cause: object) -> None:
     """Do without the header from now on in this process, and say so once."""
     if not _failed:
@@ -83,8 +75,7 @@ def report(cause: object) -> None:
 
 def report_conversions(name: str) -> None:
     """Say once in a process that a kernel is compiled again without conversions."""
-    if "conversions" not in _said:
-        _said.add("conversions")
+    if is_first("conversions"):
         _log.warning(
             "bfloat16 steps with Kahan summation take about a tenth longer than they "
             "could: a trial of the kernel %s with conversions to bfloat16 gave other bits "
@@ -121,7 +112,7 @@ class Conversions:
     def __init__(self) -> None:
         self._before: GraphModule | None = None
 
-    def __call__(self, module: "GraphModule") -> dict[str, object]:
+    def __call__(self, module: GraphModule) -> dict[str, object]:
         """Change the graph, and return the options that Inductor needs for it."""
         from torch._inductor import config
 
@@ -176,7 +167,7 @@ def _is_exact(node: Node) -> bool:
     return name in _EXACT and not node.kwargs.get("alpha")
 
 
-def convert_roundings(module: "GraphModule") -> bool:
+def convert_roundings(module: GraphModule) -> bool:
     """Replace `round_to` for bfloat16 by a conversion and its inverse.
 
     Returns False if the graph has none.

@@ -12,12 +12,9 @@ from pathlib import Path
 from threading import Event
 from typing import NamedTuple, TypeVar
 
-import torch
-
 from optimi_func.execution import store
 
 S = TypeVar("S")
-SHARED_SETTINGS = torch.__version__ < "2.13"  # Inductor's, between threads
 # Elements of a piece that has a mean.
 PIECE = 1 << 16
 # The most pointers that a kernel takes, the most temporary tensors in it, and the most
@@ -163,8 +160,6 @@ def unprobed_vectors() -> Generator[None]:
     """
     from torch._inductor import config
 
-    if SHARED_SETTINGS or config.cpp.vec_isa_ok is not None:
-        yield
-        return
-    with config.patch({"cpp.vec_isa_ok": True}):
+    usual = config.cpp.vec_isa_ok
+    with config.patch({"cpp.vec_isa_ok": True if usual is None else usual}):
         yield

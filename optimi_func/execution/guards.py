@@ -49,14 +49,14 @@ class Guard:
 
 def tensor_guards(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
     """Return Dynamo's check of tensors, one call in C++; None if it is not usable."""
-    # Within an operation of torch tensors hide facts. Private, in torch 2.11 to 2.15.
-    excluded = getattr(torch._C, "_dispatch_tls_is_dispatch_key_excluded", None)
-    within = excluded is not None and excluded(torch._C.DispatchKey.Negative)
+    # Within an operation of torch tensors hide facts. Private, in torch 2.13 to 2.15.
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+    within = excluded(torch._C.DispatchKey.Negative)
     return _make_guards(tensors) if tensors and _guards_work(within) else None
 
 
 def _make_guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    # Private, in torch 2.11 to 2.15 as used here.
+    # Private, in torch 2.13 to 2.15 as used here.
     from torch._C._dynamo.guards import TensorGuards
 
     sizes, strides = ([list(f(x)) for x in tensors] for f in (Tensor.size, Tensor.stride))

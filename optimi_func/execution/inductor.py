@@ -9,24 +9,21 @@ Only this module and bfloat16.py use private parts of Inductor. If they are not 
 `compile_flat` returns torch.compile's own function, which does the same, slower.
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from importlib import import_module
 from threading import Thread
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from optimi_func.execution import bfloat16
-from optimi_func.execution.cpp import SHARED_SETTINGS, native, native_key, with_vectors
+from optimi_func.execution.cpp import native, native_key, with_vectors
 from optimi_func.execution.list_kernel import ListKernel, list_kernel_of
 from optimi_func.execution.shaped import ShapedKernel, shaped_kernel_of, store_vectors
 from optimi_func.execution.triton_list import triton_list_kernel_of
-
-if TYPE_CHECKING:
-    from torch.fx import GraphModule
 
 T = TypeVar("T", bound=Callable[..., object])
 # `run(scalars, p, g, *state, *comp, *targets)` on 1-D tensors, some of which it writes to.
@@ -95,14 +92,12 @@ def compile_list_kernel(
         import_module("torch._inductor.compile_fx")
         # The C++ compiler runs in processes of its own. Settings belong to a context.
         ahead = Thread(target=copy_context().run, args=(native,))
-        if not SHARED_SETTINGS:
-            ahead.start()
+        ahead.start()
         options = {"cpp.threads": 1, **_width(), **header}
         options |= _one_pass() if shaped else {}
         change = store_vectors if shaped else conversions
         _, code = _compile(function, example, options, change)
-        if ahead.is_alive():
-            ahead.join()
+        ahead.join()
         make = shaped_kernel_of if shaped else list_kernel_of
         kernel = None if code is None else make(*code, example)
         if code is None or kernel is None or conversions is None:
@@ -119,7 +114,7 @@ def compile_list_kernel(
             converts = header and not shaped
             return compile_with(header, bfloat16.Conversions() if converts else None)
         except Exception as error:
-            if not header or not bfloat16.is_compiler_error(error):
+            if not header or "C++ compile error" not in str(error):
                 raise
             kernel = compile_with({}, None)  # raises if the header is not the cause
             bfloat16.report(error)
@@ -145,18 +140,15 @@ def _one_pass() -> dict[str, object]:
     By default it stores what took many reads or operations, and each of a kernel's scalars
     counts as a read. A mean over such a temporary would take twice the memory traffic.
     """
-    from torch._inductor import config
-
-    limits = ("reads", "acc_reads", "opcount")
-    names = [f"realize_{limit}_threshold" for limit in limits]
-    return {name: 1 << 20 for name in names if hasattr(config, name)}
+    limits = "reads", "acc_reads", "opcount"
+    return {f"realize_{limit}_threshold": 1 << 20 for limit in limits}
 
 
 def _compile(
     function: Kernel,
     example: Sequence[Tensor],
     options: dict[str, object],
-    change: "Callable[[GraphModule], dict[str, object]] | None" = None,
+    change: Callable[[GraphModule], dict[str, object]] | None = None,
 ) -> tuple[Kernel, tuple[Generated, list[int]] | None]:
     """Return torch.compile's function, and the generated code with `argument_order`.
 
@@ -169,7 +161,7 @@ def _compile(
     codes: list[Generated | None] = []
     calls: list[Sequence[object]] = []
 
-    def inner(graph: "GraphModule", given: Sequence[Tensor], **more: Any) -> object:
+    def inner(graph: GraphModule, given: Sequence[Tensor], **more: Any) -> object:
         settings = {} if change is None else change(graph)
         with inductor_config.patch(settings):
             compiled: Any = compile_fx_inner(graph, given, **more)
@@ -184,7 +176,7 @@ def _compile(
         first._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
         return first
 
-    def backend(graph: "GraphModule", given: Sequence[Tensor]) -> object:
+    def backend(graph: GraphModule, given: Sequence[Tensor]) -> object:
         return lower(graph, given, inner, options)
 
     public = torch_compile(function, {"dynamic": True, "backend": backend})
@@ -198,23 +190,23 @@ def _compile(
 
 
 def lower(
-    graph: "GraphModule",
+    graph: GraphModule,
     example: Sequence[Tensor],
     inner: Callable[..., Any],
     options: Mapping[str, object],
 ) -> object:
     """Compile a graph by Inductor, `inner` being its last stage."""
-    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    # Without size asserts the generated code takes any dense tensor for a flat one.
-    patches = {"size_asserts": False, **options}
-    # Attention, convolutions: patterns that no update has, and that take long to load.
-    for name in ("use_pre_grad_passes", "use_joint_graph_passes"):
-        if hasattr(config, name):
-            patches[name] = False
-    if hasattr(config, "cpp_cache_precompile_headers"):
-        patches["cpp_cache_precompile_headers"] = PRECOMPILE_HEADERS
+    patches = {
+        # Without size asserts the generated code takes any dense tensor for a flat one.
+        "size_asserts": False,
+        # Attention, convolutions: patterns that no update has, and that take long to load.
+        "use_pre_grad_passes": False,
+        "use_joint_graph_passes": False,
+        "cpp_cache_precompile_headers": PRECOMPILE_HEADERS,
+        **options,
+    }
     return compile_fx(graph, example, inner_compile=inner, config_patches=patches)
 
 
@@ -234,7 +226,7 @@ def argument_order(given: Sequence[object], example: Sequence[Tensor]) -> list[i
 
 
 def generated_code(compiled: object) -> Generated | None:
-    """Return what Inductor wrote, if it is where torch 2.11 to 2.15 have it."""
+    """Return what Inductor wrote, if it is where torch 2.13 to 2.15 have it."""
     return getattr(compiled, "current_callable", None)
 
 
@@ -264,10 +256,4 @@ def _alias(x: Tensor) -> Tensor:
 def torch_compile(function: T, options: Mapping[str, object]) -> T:
     """Apply torch.compile as one graph, with room for every kind of ambient state."""
     compiler: Any = torch.compile
-    if "recompile_limit" in inspect.signature(compiler).parameters:
-        return compiler(
-            function, fullgraph=True, recompile_limit=_RECOMPILE_LIMIT, **options
-        )
-    # Before torch 2.13 the limit is read at each call.
-    patch = torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT)
-    return patch(compiler(function, fullgraph=True, **options))
+    return compiler(function, fullgraph=True, recompile_limit=_RECOMPILE_LIMIT, **options)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
-from optimi_func.core.checks import warn_user
+from optimi_func.core.checks import is_first, warn_user
 from optimi_func.core.codes import GROUP
 from optimi_func.core.hooks import OWN
 from optimi_func.core.leaf import (
@@ -123,7 +123,6 @@ def has_list_kernels() -> bool:
 _kernels: dict[object, tuple[str, Kernel]] = {}  # by key and kind, with a name
 # Why torch's private parts were not as list kernels expect them, if they were not.
 _other_code: list[str] = []
-_said: set[str] = set()  # what this process was warned of
 lock = threading.RLock()
 
 
@@ -210,8 +209,7 @@ _OTHER_CODE = (
 
 def warn_once(text: str) -> None:
     """Warn the user, unless this process has said the same before."""
-    if text not in _said:
-        _said.add(text)
+    if is_first(text):
         warn_user(text)
 
 
@@ -385,10 +383,8 @@ class kernel_context:
         self._modes: list[AbstractContextManager[object]] = []
         if torch.is_inference_mode_enabled():
             self._modes.append(torch.inference_mode(False))
-        kind_of_device = self._device.type
-        for kind in (
-            ("cpu",) if kind_of_device in ("cpu", "meta") else ("cpu", kind_of_device)
-        ):
+        own = self._device.type
+        for kind in ("cpu",) if own in ("cpu", "meta") else ("cpu", own):
             if torch.is_autocast_enabled(kind):
                 self._modes.append(torch.autocast(kind, enabled=False))
         for mode in self._modes:

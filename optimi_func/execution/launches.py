@@ -18,12 +18,7 @@ from optimi_func.core.distributed import (
     distribute_like,
     to_local,
 )
-from optimi_func.core.leaf import (
-    compute_dtype,
-    count_beforehand,
-    count_means,
-    count_tops,
-)
+from optimi_func.core.leaf import compute_dtype, count_beforehand, count_means, count_tops
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.packed import ALIGNMENT
 from optimi_func.core.philox import drawn
@@ -171,7 +166,6 @@ class Launch:
 
         `known` are those of all `rounds`.
         """
-        del step, known
 
 
 def run_launches(launches: list[Launch], step: Step, joins: bool) -> dict[int, Part]:
@@ -191,10 +185,8 @@ def run_launches(launches: list[Launch], step: Step, joins: bool) -> dict[int, P
             backups: list[tuple[Tensor, Tensor, Tensor]] = []
             for column in step.columns.written(step.write) if flagged else ():
                 for i, x in zip(launch.places, launch.pick(column)):
-                    if (
-                        x is not None
-                        and (flag := step.packed[step.at[i]].finite) is not None
-                    ):
+                    flag = step.packed[step.at[i]].finite
+                    if x is not None and flag is not None:
                         backups.append((x, flag, x.clone()))
             taken = launch.run(step, known)
             if launch.kept and step.write:
@@ -391,9 +383,8 @@ class ListLaunch(Launch):
         self._pieces = len(starts)
         if self._pieces > len(lengths):
             # The user may have set another default device.
-            self._rows = torch.tensor(
-                [i for i, _ in starts], dtype=torch.int64, device="cpu"
-            )
+            which = [i for i, _ in starts]
+            self._rows = torch.tensor(which, dtype=torch.int64, device="cpu")
             self._shares = torch.tensor(shares, dtype=torch.float64, device="cpu")
 
     def _table(

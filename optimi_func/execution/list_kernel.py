@@ -150,18 +150,14 @@ def agree(
     tensors but the scalars and the parameter have the scale.
     """
     generator = torch.Generator().manual_seed(0)
-    trial = [
-        x[:TRIAL].clone().uniform_(0.25, 0.75, generator=generator)
-        if x.is_floating_point()
-        else torch.randint(
-            1 << 16,
-            (len(x[:TRIAL]),),
-            generator=generator,
-            dtype=torch.int64,
-            device="cpu",
-        ).to(x)
-        for x in example
-    ]
+    how: dict[str, Any] = {"generator": generator, "dtype": torch.int64, "device": "cpu"}
+
+    def drawn(x: Tensor) -> Tensor:
+        if x.is_floating_point():
+            return x[:TRIAL].clone().uniform_(0.25, 0.75, generator=generator)
+        return torch.randint(1 << 16, (len(x[:TRIAL]),), **how).to(x)
+
+    trial = list(map(drawn, example))
     for x in trial[2:]:
         if x.is_floating_point():
             x.mul_(scale)

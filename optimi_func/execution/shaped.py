@@ -11,16 +11,13 @@ import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from optimi_func.execution.cpp import address, native
 from optimi_func.execution.list_kernel import only_call
-
-if TYPE_CHECKING:
-    from torch.fx import GraphModule
 
 # Shapes of examples, by rank. All sizes differ, so that each number tells what it is made
 # of. Where a sum has more than LONG elements, Inductor adds it up in parts.
@@ -51,9 +48,8 @@ class ShapedKernel:
 
     def fits(self, shape: Sequence[int], lengths: list[int], first: int) -> bool:
         """Return True if tensors from the first on have the lengths for this shape."""
-        return (
-            lengths == [_length(shape, x) for x in self.made_of[2][first:]][: len(lengths)]
-        )
+        own = [_length(shape, x) for x in self.made_of[2][first:]]
+        return lengths == own[: len(lengths)]
 
     def prepared(self, shapes: Sequence[Sequence[int]]) -> "tuple[array[int], int, int]":
         """Return rows of arguments, the bytes that these need, and how many threads."""
@@ -117,9 +113,8 @@ def shaped_kernel_of(
             arguments.append([-1, sizes.index(x), 0])
         else:
             return None
-    return ShapedKernel(
-        call[0], arguments, [_dimensions(sizes, x.numel()) for x in example]
-    )
+    lengths = [_dimensions(sizes, x.numel()) for x in example]
+    return ShapedKernel(call[0], arguments, lengths)
 
 
 def _dimensions(sizes: Sequence[int], length: int) -> int:
@@ -132,7 +127,7 @@ def _length(sizes: Sequence[int], bits: int) -> int:
     return 0 if bits < 0 else prod([n for i, n in enumerate(sizes) if bits >> i & 1])
 
 
-def store_vectors(module: "GraphModule") -> dict[str, object]:
+def store_vectors(module: GraphModule) -> dict[str, object]:
     """Change a graph so that Inductor computes once what it broadcasts.
 
     It would compute that anew for each element of a loop over a whole tensor. Returns the

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
+from optimi_func.core.checks import is_first
 from optimi_func.core.torch_private import changed_settings
 
 VARIABLE = "OPTIMI_FUNC_CACHE"  # a folder, or "0" for no store
@@ -51,7 +52,6 @@ _COMPILERS = (
 _CPU = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU ", "isa", "cpu\t")
 
 _log = logging.getLogger("optimi_func")
-_said: set[str] = set()
 _started = time.time()
 # `warm --check` compiles nothing: it sets this to a dict, in which `may_compile` notes by
 # name what would be compiled, and why.
@@ -87,8 +87,7 @@ def find(key: str) -> tuple[str, Any] | None:
 
 def _warn_once(what: str, text: str, error: Exception) -> None:
     """Log why each process compiles, and what to do about it."""
-    if what not in _said:
-        _said.add(what)
+    if is_first(what):
         advice = "each process compiles them, for some seconds a step: %s. Name a folder "
         advice += "that works by %s, or 0 to do without"
         _log.warning(f"{text}, so that {advice}", folder(), error, VARIABLE)
@@ -181,8 +180,7 @@ def _is_own(path: Path, about: os.stat_result) -> bool:
     """Return True if nobody but this user may write there; else say so, once."""
     mode = stat.S_IMODE(about.st_mode)
     own = about.st_uid == os.geteuid() and not mode & 0o022
-    if not own and str(path) not in _said:
-        _said.add(str(path))
+    if not own and is_first(str(path)):
         _log.warning(
             "%s is not used, so that steps are compiled in each process: it belongs to "
             "user %d with mode %o. It has to be yours, and writable for you alone",
@@ -206,9 +204,8 @@ def unwritable() -> str:
 
 def tell(name: str, kept: bool) -> None:
     """Say once in a process that a step is compiled."""
-    if "compiled" in _said:
+    if not is_first("compiled"):
         return
-    _said.add("compiled")
     writable = kept and not unwritable()
     later = f"later processes load it from {folder()}" if writable else "as in each process"
     text = f"optimi_func compiles a step ({name}), which takes some seconds: {later}"

@@ -18,7 +18,7 @@ from torch.func import vmap
 from optimi_func.core.codes import same_order, to, widen
 from optimi_func.core.distributed import on_whole, shard_of, to_local
 from optimi_func.core.leaf import compute_dtype
-from optimi_func.core.lists import chunks
+from optimi_func.core.lists import chunks, grouped
 from optimi_func.core.owners import Holders, Owned, map_owned
 from optimi_func.core.packed import Packed
 from optimi_func.core.program import Room
@@ -44,12 +44,7 @@ from optimi_func.execution.kernels import (
     kernel,
     updates_lists,
 )
-from optimi_func.execution.launches import (
-    Launch,
-    RehearsedLaunch,
-    addresses,
-    measured,
-)
+from optimi_func.execution.launches import Launch, RehearsedLaunch, addresses, measured
 from optimi_func.execution.shaped import EXAMPLES, ShapedKernel, example_of
 from optimi_func.execution.slots import Columns, Slot, Step, Update, split_twins
 
@@ -70,25 +65,14 @@ def elementwise(rule: Rule, directs: bool) -> Rule:
     """
     if rule.direction is along_gradient and not rule.fields:
         rule = gradient_rule  # whatever the scalars of the map
-    parts = rule.name, rule.state, rule.init, rule.coeffs, rule.direction
-    how = rule.reads_param, rule.given, rule.digest
-    return _elementwise(*parts, rule.fields, *how, directs)
+    parts = rule.name, rule.state, rule.init, rule.coeffs, rule.direction, rule.fields
+    return _elementwise((*parts, rule.reads_param, rule.given, rule.digest), directs)
 
 
 # Bounded, because a notebook may define a rule again and again.
 @lru_cache(64)
-def _elementwise(
-    name: str,
-    state: type[Named],
-    init: Callable[..., Named],
-    coeffs: Callable[..., Named],
-    direct: Callable[..., Direction],
-    fields: tuple[str, ...],
-    reads: bool,
-    given: tuple[str, ...],
-    digest: str,
-    directs: bool,
-) -> Rule:
+def _elementwise(parts: tuple[Any, ...], directs: bool) -> Rule:
+    name, state, init, coeffs, direct, fields, reads, given, digest = parts
     annotations = [(field, Tensor) for field in (*fields, *["direction"] * directs)]
     kind = NamedTuple("State", annotations)
     count = len(fields)
@@ -100,8 +84,8 @@ def _elementwise(
 
     suffix = "_direction" if directs else "_moments"
     digest = digest and digest + suffix
-    parts = name + suffix, kind, init, coeffs, direction
-    return Rule(*parts, reads_param=reads, given=given, digest=digest)
+    own = name + suffix, kind, init, coeffs, direction
+    return Rule(*own, reads_param=reads, given=given, digest=digest)
 
 
 @lru_cache(64)
@@ -181,7 +165,6 @@ class WholeLaunch(Launch):
 
     def run(self, step: Step, known: Tensor | None) -> None:
         """Update the parameters."""
-        del known
         columns, packed = step.columns, step.packed
         own = into = list(map(self.pick, columns.own))
         directions = self._empty(own[0])
@@ -269,12 +252,11 @@ class WholeLaunch(Launch):
                 here.append(item)
 
         def in_place(items: list[Owned]) -> None:
-            batches: dict[tuple[int, object], list[Owned]] = {}
-            for i, item in enumerate(items):
+            def kind(item: Owned) -> tuple[int, object]:
                 d, at = item.tensors[0], self._facts[item.place][1]
-                kind = (d.shape, d.dtype, d.device) if _batches(d) else i
-                batches.setdefault((at, kind), []).append(item)
-            for (at, _), batch in batches.items():
+                return at, (d.shape, d.dtype, d.device) if _batches(d) else id(item)
+
+            for (at, _), batch in grouped(items, kind).items():
                 if len(batch) == 1:
                     i, (d, *fields), *_ = batch[0]
                     wide, given = tuple([to(f, d.dtype) for f in fields]), read(batch[0])
@@ -358,7 +340,6 @@ class ShapedLaunch(Launch):
 
     def run(self, step: Step, known: Tensor | None) -> None:
         """Update the parameters."""
-        del known
         columns = step.columns
         picked = [[x[i] for i in self.places] for x in (columns.grads, *columns.into)]
         grads, p, *rest = picked if self._compensated else picked[:-1]

@@ -79,10 +79,8 @@ class EMA:
         first = 0.0 if debias else 1.0
         self.weight = torch.full((), first, dtype=torch.float64, device="cpu")
         self._averages: dict[Tensor, Tensor] = {}
-        self._seen, self._warned = (
-            (-1, 0),
-            False,
-        )  # the optimizer's steps at the last update
+        self._seen = -1, 0  # the optimizer's steps at the last update
+        self._warned = False
         self._compensations()
 
     def _members(self) -> list[Tensor]:

@@ -3,6 +3,7 @@
 They compute with 0-d tensors and never branch on them, so that a step vmaps and traces.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optimi_func.core.math import scalar_dtype
+from optimi_func.core.pairs import as_complex, as_real
 from optimi_func.core.rule import PyTree
 from optimi_func.core.torch_private import serializable
 
@@ -180,17 +182,12 @@ def flat(leaves: list[Tensor]) -> Tensor:
     in float32, and a difference of gradients has no digits left in bfloat16.
     """
     dense = [x.to_dense() if x.is_sparse else x.resolve_conj() for x in leaves]
-    real = [torch.view_as_real(x) if x.is_complex() else x for x in dense]
-    dtype = scalar_dtype(real[0].device)
-    return torch.cat([x.flatten().to(dtype) for x in real])
+    dtype = scalar_dtype(dense[0].device)
+    return torch.cat([as_real(x).flatten().to(dtype) for x in dense])
 
 
 def parts(x: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     """Return parts of a flat tensor in the shapes and dtypes of the leaves."""
-    pieces = x.split([p.numel() * (1 + p.is_complex()) for p in leaves])
-    return [
-        (torch.view_as_complex(y.view(-1, 2)) if p.is_complex() else y)
-        .view(p.shape)
-        .to(p.dtype)
-        for y, p in zip(pieces, leaves)
-    ]
+    shapes = [(*p.shape, 2) if p.is_complex() else p.shape for p in leaves]
+    pieces = map(Tensor.view, x.split(list(map(math.prod, shapes))), shapes)
+    return [as_complex(y, p).to(p.dtype) for y, p in zip(pieces, leaves)]

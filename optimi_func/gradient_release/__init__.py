@@ -14,11 +14,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from optimi_func.classes.base import BaseOptimizer
-from optimi_func.core.checks import (
-    check_flag,
-    check_module,
-    warn_user,
-)
+from optimi_func.core.checks import check_flag, check_module, warn_user
 from optimi_func.gradient_release.handle import (
     GradientRelease,
     has_foreign_hooks,

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from numbers import Real
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
@@ -106,7 +105,7 @@ class ReleaseOptions:
         """True if an update has to know the norm of the backward that it is in."""
         return self.clip_global_norm is not None
 
-    @cached_property
+    @property
     def needs_norms(self) -> bool:
         """True if the norm of each gradient that is applied has to be known."""
         clips = self.clip_param_norm is not None

@@ -181,13 +181,9 @@ class ReplicaRunner(Runner):
 
     def _assign(self, params: Iterable[Tensor]) -> None:
         """Put parameters into buckets, in this order."""
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        arrival: dict[Tensor, int] = {}
+        arrival = {p: i for i, p in enumerate(params)}
         o, size = self.replicas, int(self.replicas.bucket_cap_mb * 2**20)
-        for p in params:
-            arrival[p] = len(arrival)
-            kind = o.reduce_dtype or p.dtype, p.device
-            kinds.setdefault(kind, []).append(p)
+        kinds = grouped(arrival, lambda p: (o.reduce_dtype or p.dtype, p.device))
         self._buckets = [
             (bucket, dtype)
             for (dtype, _), some in kinds.items()

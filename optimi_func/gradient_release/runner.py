@@ -100,13 +100,6 @@ class Runner:
             raise ValueError(
                 "skip_nonfinite='step' of the optimizer: pass it to this handle too"
             )
-        shards = to_local([p for p in self.params.values() if is_distributed(p)])
-        if torch.__version__ < "2.13" and any([x.is_pinned() for x in shards]):
-            # The hooks run before a gradient's copy to the host has ended.
-            raise ValueError(
-                "CPUOffloadPolicy(pin_memory=True) with gradient release needs torch 2.13, "
-                f"and this is {torch.__version__}: use pin_memory=False"
-            )
         if options.clips or options.skip_nonfinite or options.grad_norm:
             parts = to_local([p.detach() for p in self.params.values()])
             for name, part in zip(self.params, parts):
@@ -131,7 +124,6 @@ class Runner:
 
     def attach(self, model: nn.Module) -> list[RemovableHandle]:
         """Add the hooks, and return the handles that remove them."""
-        del model
         params = self.params.values()
         return [p.register_post_accumulate_grad_hook(self.hook) for p in params]
 

@@ -51,7 +51,6 @@ class TreeOptimizer:
         count: bool,
     ) -> dict[Tensor, Part]:
         """Update leaves in place; `finish_step` counts the step of the whole tree."""
-        del count
         with kernel_context(params[0].device):
             if self._step is None:
                 tree = FlatTree.of(self._params, self._params, self._state)
@@ -73,7 +72,6 @@ class TreeOptimizer:
 
     def numbers(self, of_device: object = None) -> dict[str, object]:
         """Return the hyperparameters, to compare."""
-        del of_device
         return {"optimizer": self._shown}
 
     def check_accumulates(self) -> None:
@@ -82,7 +80,6 @@ class TreeOptimizer:
 
     def group_of(self, param: Tensor) -> dict[str, bool]:
         """Return the options of a parameter, as if it were in a param group."""
-        del param
         return {"capturable": False}
 
     find_group = group_of

@@ -38,7 +38,6 @@ class Epsilons(Floats[tuple[Scalar, Scalar], tuple[Number | None, Number]]):
     """The pair (eps1, eps2), in which eps1 may be None if torch_form=True."""
 
     def check_item(self, i: int, x: object, bound: bool) -> None:
-        del bound
         if x is not None or i == 1:
             check_number("epsilon", f"eps[{i}]", x)
 

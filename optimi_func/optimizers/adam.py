@@ -22,16 +22,8 @@ from optimi_func.rules import (
 )
 from optimi_func.state.convert import DECAYS, Counterparts
 
-__all__ = [
-    "Adam",
-    "AdamW",
-    "adam",
-    "adam_init",
-    "adam_step",
-    "adamw",
-    "adamw_init",
-    "adamw_step",
-]
+__all__ = ["Adam", "adam", "adam_init", "adam_step"]
+__all__ += ["AdamW", "adamw", "adamw_init", "adamw_step"]
 
 
 class Moments(Body):
@@ -79,7 +71,6 @@ class Moments(Body):
 
     def scaled(self, mhat: Tensor, root: Tensor, t: float) -> Tensor:
         """Return the direction, given the bias-corrected mean gradient and root of v."""
-        del t
         return mhat / (root + self.eps)
 
 

@@ -60,13 +60,11 @@ class Lion(Corrected, name="lion"):
         return self.Momentum if self.mars is None else self.WithFormer
 
     def plain_direction(self, g: Tensor, s: Any, t: float):
-        del t
         b1, b2 = self.betas
         d = (b1 * s.exp_avg + (1 - b1) * g).sign()
         return d, s._replace(exp_avg=b2 * s.exp_avg + (1 - b2) * g)
 
     def plain_accumulate(self, g: Tensor, s: Any, t: float):
-        del t
         # m = b2 * m_old + (1 - b2) * g_early has this step's earlier microbatches. Its
         # factor is b1 / b2, so that m_old counts b1, as in a whole step. If b2 = 0, no
         # m_old is left, and g_early counts 1 - b1, like the last microbatch.

@@ -476,7 +476,6 @@ class HiddenMatrices:
 
     def __call__(self, path: str, p: Tensor) -> bool:
         """Return True if the parameter with this name is a hidden matrix."""
-        del p
         return self.kind(path) in MATRICES
 
     def kind(self, path: str) -> str:

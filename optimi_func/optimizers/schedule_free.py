@@ -27,20 +27,10 @@ from optimi_func.rules import (
     where,
 )
 
-__all__ = [
-    "ScheduleFreeAdamW",
-    "ScheduleFreeRAdam",
-    "ScheduleFreeSGD",
-    "schedule_free_adamw",
-    "schedule_free_adamw_init",
-    "schedule_free_adamw_step",
-    "schedule_free_radam",
-    "schedule_free_radam_init",
-    "schedule_free_radam_step",
-    "schedule_free_sgd",
-    "schedule_free_sgd_init",
-    "schedule_free_sgd_step",
-]
+__all__ = ["ScheduleFreeAdamW", "ScheduleFreeRAdam", "ScheduleFreeSGD"]
+__all__ += ["schedule_free_adamw", "schedule_free_adamw_init", "schedule_free_adamw_step"]
+__all__ += ["schedule_free_radam", "schedule_free_radam_init", "schedule_free_radam_step"]
+__all__ += ["schedule_free_sgd", "schedule_free_sgd_init", "schedule_free_sgd_step"]
 
 
 class Averaging(NamedTuple):

@@ -115,9 +115,8 @@ def init(
     state = pytree.tree_map_only(Tensor, _own, start)
     for leaf in pytree.tree_leaves(state, lambda x: isinstance(x, LeafState)):
         if isinstance(leaf, LeafState) and (seed := seed_in(leaf.kahan_comp)) is not None:
-            seed += torch.arange(
-                n, dtype=torch.int64, device=seed.device
-            )  # each draws its own numbers
+            # Each draws its own numbers.
+            seed += torch.arange(n, dtype=torch.int64, device=seed.device)
     return Population(params, state, numbers, buffers)
 
 

@@ -476,7 +476,8 @@ def step_function(factory: Callable[P, FunctionalOptimizer]) -> StepFunction[P]:
             # A class in a class is pickled by getattr, which weights_only refuses.
             kind.__qualname__ = name.rpartition(".")[2]
     torch.serialization.add_safe_globals([x if x[1] else x[0] for x in kinds])
-    return _step_function(factory, _pure_step, f"{factory.__name__}_step", "pure")
+    name = f"{factory.__name__}_step"
+    return _step_function(factory, FunctionalOptimizer.step, name, "pure")
 
 
 def _is_record(x: object) -> bool:
@@ -491,12 +492,6 @@ def compiled_functions(
     name = f"compiled_{factory.__name__}_step"
     pure = _step_function(factory, step, name, "compiled")
     return pure, _step_function(factory, step_, f"{name}_", "in place")
-
-
-def _pure_step(
-    optimizer: FunctionalOptimizer, params: PyTree, grads: PyTree, state: TreeState
-) -> tuple[PyTree, TreeState]:
-    return optimizer.step(params, grads, state)
 
 
 def _step_function(

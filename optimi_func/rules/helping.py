@@ -6,7 +6,6 @@ docstring of the rule's class and of its bases.
 
 import inspect
 import re
-from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 from weakref import WeakKeyDictionary
@@ -81,19 +80,15 @@ _WRITTEN = """\
 """
 
 
-@dataclass(frozen=True)
-class Shown:
+class Shown(str):
     """An annotation that `help` and `inspect.signature` show by its short name."""
 
-    name: str
-
-    def __repr__(self) -> str:
-        return self.name
+    __repr__ = str.__str__  # without quotes
 
 
 def _name_of(annotation: Any) -> str:
     """Return the short name of a type: `Number`, not the union that it stands for."""
-    if isinstance(annotation, str | Shown):
+    if isinstance(annotation, str):
         return str(annotation)
     if annotation is None or annotation is NoneType:
         return "None"

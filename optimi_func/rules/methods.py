@@ -835,7 +835,6 @@ class Methods:
         def mapped(
             d: Tensor, read: tuple[Tensor, ...], fields: tuple[Tensor, ...], c: Any, r: Any
         ) -> tuple[Tensor, tuple[Tensor, ...]]:
-            del r
             now = dict(zip(numbers, c.whole[1:]))
             arguments = {**now, "d": d, "s": kind(*rest, *fields), "t": c.whole[0]}
             arguments |= dict(zip(reads, read))

@@ -43,20 +43,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from optimi_func.core import math
 from optimi_func.core.rule import Named, Scalar
-from optimi_func.rules.arithmetic import (
-    as_choice,
-    as_scalar,
-    as_tensor,
-    floor_quotient,
-    floor_quotient_of_scalars,
-    in_double,
-    power_of_scalars,
-    quotient_of_scalars,
-    remainder,
-    remainder_of_scalars,
-    restored,
-    square_root,
-)
+from optimi_func.rules import arithmetic
 
 # The shape of the example tensors. A function that flattens, transposes or squeezes a
 # tensor returns another shape.
@@ -93,17 +80,17 @@ _SPELLINGS = {
 _ROOTS = (torch.sqrt, Tensor.sqrt)
 # What is called in place of a function: if an argument is a tensor, and if all are numbers.
 _WITH_TENSORS: dict[Any, Callable[..., Any]] = {
-    operator.mod: remainder,
-    operator.floordiv: floor_quotient,
+    operator.mod: arithmetic.remainder,
+    operator.floordiv: arithmetic.floor_quotient,
     operator.pow: math.power,
-    **dict.fromkeys(_ROOTS, square_root),
+    **dict.fromkeys(_ROOTS, arithmetic.square_root),
 }
 _OF_SCALARS: dict[Any, Callable[..., Any]] = {
-    operator.truediv: quotient_of_scalars,
-    operator.mod: remainder_of_scalars,
-    operator.floordiv: floor_quotient_of_scalars,
-    operator.pow: power_of_scalars,
-    **dict.fromkeys(_ROOTS, square_root),
+    operator.truediv: arithmetic.quotient_of_scalars,
+    operator.mod: arithmetic.remainder_of_scalars,
+    operator.floordiv: arithmetic.floor_quotient_of_scalars,
+    operator.pow: arithmetic.power_of_scalars,
+    **dict.fromkeys(_ROOTS, arithmetic.square_root),
 }
 # Functions that accept a Python number wherever they accept a 0-d tensor. Others are passed
 # 0-d tensors in place of numbers.
@@ -122,9 +109,9 @@ _PLAIN = {(fn, bool) for fn in _LOGICAL} | {
 # How code spells calls whose arguments are all Python floats.
 _OF_FLOATS = _FORMS | {
     math.choose: "{1} if {0} else {2}",
-    square_root: "_sqrt({})",
-    power_of_scalars: "_pow({}, {})",
-    quotient_of_scalars: "{} / {}",
+    arithmetic.square_root: "_sqrt({})",
+    arithmetic.power_of_scalars: "_pow({}, {})",
+    arithmetic.quotient_of_scalars: "{} / {}",
 }
 
 
@@ -322,11 +309,9 @@ class Trace(TorchFunctionMode):
         if isinstance(known := self._once.get(key), Symbol):
             return known
         chosen: Any = _OF_SCALARS.get(fn, fn)
-        if (
-            chosen,
-            *{type(x.value) for x in args if isinstance(x, Symbol)},
-        ) not in _PLAIN:
-            chosen = in_double(chosen)
+        kinds = {type(x.value) for x in args if isinstance(x, Symbol)}
+        if (chosen, *kinds) not in _PLAIN:
+            chosen = arithmetic.in_double(chosen)
         value = chosen(*_mapped(_example, args), **_mapped(_example, kwargs))
         if type(value) not in (bool, int, float):
             raise Refused(f"cannot be traced: {fn.__name__} returns no number")
@@ -398,14 +383,14 @@ class Trace(TorchFunctionMode):
         if isinstance(x, Tensor):
             return self.node(x)
         if isinstance(x, Symbol) and type(x.value) is not float:
-            return self._converted(restored, x, type(x.value))
+            return self._converted(arithmetic.restored, x, type(x.value))
         return x
 
     def _as_tensor(self, x: Symbol | float | Tensor, integers: bool) -> Tensor:
         """Return a number as a 0-d tensor. Integers become floats, unless `integers`."""
         if integers or type(_example(x)) is not int:
             x = self._operand(x)
-        return self._converted(as_tensor, x, self._like).value
+        return self._converted(arithmetic.as_tensor, x, self._like).value
 
     def _as_floats(self, x: Tensor) -> Tensor:
         """Return a tensor of bools or integers, converted to the parameter's dtype."""
@@ -451,35 +436,35 @@ class Trace(TorchFunctionMode):
         """Return `(*inputs, *coefficients) -> results`, for tensors."""
         writer = _Writer([*map(self.node, inputs), *self.coeffs], _FORMS)
         writer.names[self._like] = "x0"
-        lines = [line for _, line in self._lines(writer, results)]
-        outputs = [writer.term(self.node(x)) for x in results]
-        run = writer.function(method, [*lines, f"return {_tuple(outputs)}"])
-        self.code += writer.code
-        return _in_one_dtype(run, len(inputs))
+        return _in_one_dtype(self._written(writer, method, results), len(inputs))
 
     def host_function(
         self, method: str, inputs: Sequence[Symbol], results: Sequence[Symbol]
     ) -> Callable[..., tuple[Any, ...]]:
         """Return `(*inputs) -> results`, for numbers and 0-d tensors."""
-        writer = _Writer(inputs, _FORMS)
+        run = self._written(_Writer(inputs, _FORMS), method, results)
+        scalar = arithmetic.as_scalar
+        return lambda *args: run(*[x if type(x) is float else scalar(x) for x in args])
+
+    def _written(
+        self, writer: "_Writer", method: str, results: Sequence[Any]
+    ) -> Callable[..., tuple[Any, ...]]:
         lines = [line for _, line in self._lines(writer, results)]
-        lines.append(f"return {_tuple(self._floats(writer, results))}")
+        lines.append(f"return {_tuple(self._terms(writer, results))}")
         run = writer.function(method, lines)
         self.code += writer.code
-        return lambda *args: run(*[x if type(x) is float else as_scalar(x) for x in args])
+        return run
 
-    def _floats(self, writer: "_Writer", results: Iterable[Symbol]) -> list[str]:
-        """Return the expressions of numbers, converted to floats.
+    def _terms(self, writer: "_Writer", results: Iterable[Any]) -> list[str]:
+        """Return the expressions of tensors, and of numbers converted to floats.
 
         A bool among the coefficients would be a constant of the kernel.
         """
         terms = list[str]()
-        for x in results:
-            kind = as_choice if x is self.due else as_scalar
-            plain = type(x.value) is float
-            terms.append(
-                writer.term(x) if plain else f"{writer.constant(kind)}({writer.term(x)})"
-            )
+        for x in map(self.node, results):
+            kind = arithmetic.as_choice if x is self.due else arithmetic.as_scalar
+            plain, term = type(x.value) in (float, Tensor), writer.term(x)
+            terms.append(term if plain else f"{writer.constant(kind)}({term})")
         return terms
 
     def prepared(
@@ -518,7 +503,7 @@ class Trace(TorchFunctionMode):
             (then if varies else first).append(line)
             late |= {node} if varies else set()
         count = len(kind._fields) - len(kind._field_defaults)
-        terms = self._floats(writer, results)
+        terms = self._terms(writer, results)
         made, after = terms[:count], "_r"
         if whole is not None:
             made.append(f"whole={writer.term(whole)}")

@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, StateDict
 
-from optimi_func.core.checks import (
-    check_flag,
-    check_module,
-    check_source,
-    shown,
-    warn,
-    warn_user,
-)
+from optimi_func.core import checks
 from optimi_func.core.distributed import distribute_like, to_local
 from optimi_func.core.pairs import as_real
 from optimi_func.core.rule import Rule, Storage
@@ -227,7 +220,7 @@ class Checkpoints(Optimizer):
         if not odd:
             return self
         names = [self.name_of(p) or f"of shape {tuple(p.shape)}" for p in odd]
-        warn_user(
+        checks.warn_user(
             f"the state of {len(odd)} parameters that are in no group is not saved: "
             f"{names[:3]}. optimizer.state.pop(p) drops it, and a group keeps it"
         )
@@ -278,7 +271,7 @@ class Checkpoints(Optimizer):
         }
 
     def _params_of(self, model: torch.nn.Module) -> dict[str, Tensor]:
-        check_module("(load_)master_state_dict", model)
+        checks.check_module("(load_)master_state_dict", model)
         params: dict[str, Tensor] = dict(model.named_parameters())
         if {*params.values()}.isdisjoint(p for g in self.param_groups for p in g["params"]):
             raise ValueError("none of the model's parameters is the optimizer's")
@@ -299,7 +292,9 @@ class Checkpoints(Optimizer):
         self.check_train_mode("load_master_state_dict()")
         params = self._params_of(model)
         if not isinstance(state_dict, Mapping):
-            raise TypeError(f"state_dict={shown(state_dict)}: allowed is a dict by name")
+            raise TypeError(
+                f"state_dict={checks.shown(state_dict)}: allowed is a dict by name"
+            )
         # A model's own has buffers too, and a tied parameter under each of its names.
         known = dict(model.named_parameters(remove_duplicate=False)).keys()
         known |= dict(model.named_buffers(remove_duplicate=False)).keys()
@@ -316,7 +311,7 @@ class Checkpoints(Optimizer):
                 raise ValueError(
                     f"state_dict[{name!r}] has shape {shape}, its parameter {own_shape}"
                 )
-            check_source(f"state_dict[{name!r}]", state_dict[name], p)
+            checks.check_source(f"state_dict[{name!r}]", state_dict[name], p)
         self.init_state()
         with torch.no_grad():
             for name, p in params.items():
@@ -432,7 +427,7 @@ class Checkpoints(Optimizer):
                 unwrapped(super().load_state_dict)(state_dict)
             for betas, group in zip(former, self.param_groups):
                 if group.get("betas") != betas and not keep_dtypes:
-                    warn(stuck_moments(group, self.bound_of(group)))
+                    checks.warn(stuck_moments(group, self.bound_of(group)))
         except BaseException:
             vars(self).update(before)
             raise
@@ -512,7 +507,7 @@ class Checkpoints(Optimizer):
             fixed = self._fixed | {name: mine[name] for name in self.scheduled(mine)}
             given = self._under_keys(options)
             for name in flags & mine.keys() & given.keys():
-                check_flag(name, given[name])
+                checks.check_flag(name, given[name])
             group = {**named, **given, **fixed, "params": places}
             check_options(mine, given)
             self._check_numbers(group)
@@ -536,9 +531,9 @@ class Checkpoints(Optimizer):
                     made[p] = load(name, p, saved)
                     if stored.lacks_moments(bound.rule, p, storage, made[p]):
                         empty.append(name)
-        warn(_left_at_zero(empty))
+        checks.warn(_left_at_zero(empty))
         if lost:
-            warn_user(
+            checks.warn_user(
                 f"the state has no 'kahan_comp' of {len(lost)} parameters "
                 f"({lost[0]}, ...): their weights now end with the bits of their dtype. "
                 "That is right if the weights were loaded too. Otherwise call "
@@ -587,7 +582,7 @@ class Checkpoints(Optimizer):
             if name not in home:
                 raise ValueError(f"{name!r} is no parameter: allowed are {list(home)}")
             if name in params:
-                check_source(f"params[{name!r}]", params[name], home[name][1])
+                checks.check_source(f"params[{name!r}]", params[name], home[name][1])
             if isinstance(x, Tensor) and x.shape != home[name][1].shape:
                 raise ValueError(
                     f"params[{name!r}] has shape {tuple(x.shape)}, its parameter "

@@ -9,13 +9,7 @@ from collections.abc import Mapping, MutableMapping
 import torch
 from torch import Tensor
 
-from optimi_func.core.checks import (
-    check_param,
-    check_taken,
-    check_writable,
-    is_expanded,
-    stuck_betas,
-)
+from optimi_func.core import checks
 from optimi_func.core.distributed import check_placed, same_placements, to_local
 from optimi_func.core.rule import Rule, Storage
 from optimi_func.core.storage import as_counts, check_entry, group_storage, own_names
@@ -42,10 +36,10 @@ def ensure_state(
     if p in made:
         return made[p]
     rule = bound.rule
-    check_param(path, p)
-    check_taken(rule, path, p)
+    checks.check_param(path, p)
+    checks.check_taken(rule, path, p)
     check_placed(path, p)
-    check_writable(path, *to_local([p]))
+    checks.check_writable(path, *to_local([p]))
     state, names, counted = states.get(p, {}), own_names(rule), rule.counted
     own = {k: state[k] for k in names if k in state}
     entry = {k: x for k, x in own.items() if k in counted or x is not None}
@@ -68,7 +62,7 @@ def _check_in_place(rule: Rule, path: object, p: Tensor, entry: Entry) -> None:
                 f"state{path}[{name!r}] was made under inference_mode and cannot be "
                 "written to: clone it outside"
             )
-        if is_expanded(x):
+        if checks.is_expanded(x):
             raise ValueError(
                 f"state{path}[{name!r}] is expanded (strides {x.stride()}): it cannot be "
                 "written to; clone it"
@@ -120,7 +114,7 @@ def named_params(group: Group) -> list[tuple[str, Tensor]]:
 
 def stuck_moments(group: Group, bound: FunctionalOptimizer) -> list[str]:
     """Return warnings about betas that bfloat16 moments of a group do not follow."""
-    stuck, moments = stuck_betas(bound.narrow_betas), group_storage(group).moments
+    stuck, moments = checks.stuck_betas(bound.narrow_betas), group_storage(group).moments
     trained = [p for p in group["params"] if p.requires_grad] if stuck else []
     return stuck * (torch.bfloat16 in {moments or p.dtype for p in trained})
 

@@ -65,22 +65,6 @@ class Names:
                 self._give(zip(group["params"], group["param_names"]))
                 self._see(group)
 
-    def forget(self, groups: list[Group]) -> None:
-        """Forget groups that were not added after all."""
-        for group in groups:
-            self._lists.pop(id(group), None)
-
-    def pairs_of(self, params: list[Tensor]) -> dict[int, tuple[Tensor, str | None] | None]:
-        """Return what is remembered of parameters, for `restore`."""
-        return {id(p): self._pairs.get(id(p)) for p in params}
-
-    def restore(self, pairs: dict[int, tuple[Tensor, str | None] | None]) -> None:
-        """Remember of parameters what `pairs_of` has returned."""
-        for i, pair in pairs.items():
-            self._pairs.pop(i, None)
-            if pair is not None:
-                self._pairs[i] = pair
-
     def get(self, p: Tensor) -> str | None:
         """Return the name of a parameter, or None."""
         pair = self._pairs.get(id(p))

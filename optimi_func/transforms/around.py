@@ -242,7 +242,6 @@ class Averaged(Around[EmaState], state=EmaState, name="ema"):
             ValueError: This error is always raised. Its message says how to get the average
                 or the parameters with which the inner optimizer evaluates.
         """
-        del params, state
         raise ValueError(
             "ema keeps a mean in addition to the parameters that its optimizer evaluates "
             "at. Take state.average, or the optimizer's eval_params(params, state.inner)"

@@ -49,17 +49,12 @@ def ascent(params: T, grads: PyTree, rho: Scalar = 0.05, adaptive: bool = False)
     >>> opt.step(p, gradient(near), opt.init(p))[0]  # p - (p + p / 5) / 4
     tensor([2.1000, 2.8000])
     """
-    check_ascent(rho, adaptive)
+    check_constant("rho", rho)
+    check_flag("adaptive", adaptive)
     trees = Trees.check(params, grads)
     moves = ascent_moves(trees.params, trees.wide_grads(), rho, adaptive)
     near = [p if u is None else (p + u).to(p.dtype) for p, u in zip(trees.params, moves)]
     return pytree.tree_unflatten(near, trees.spec)
-
-
-def check_ascent(rho: Scalar, adaptive: bool) -> None:
-    """Raise an error if an argument of `ascent` is out of its range."""
-    check_constant("rho", rho)
-    check_flag("adaptive", adaptive)
 
 
 def check_constant(name: str, x: object, **bounds: float) -> None:

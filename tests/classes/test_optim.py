@@ -213,9 +213,6 @@ def test_groups_have_torchs_keys(name: str) -> None:
 
 def test_torchs_swap_of_parameters_and_state() -> None:
     """Steps on other tensors, which its context takes, and then on its own again."""
-    if not hasattr(torch.optim, "swap_in_optimizer_params_and_state"):
-        assert torch.__version__ < "2.13"
-        return
     both = pair("AdamW", lr=0.1)
     stepped(both)
     swapped: list[Any] = []

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from optimi_func import AdamW
+from optimi_func.core import checks
 from optimi_func.core.codes import round_to, to, widen
 from optimi_func.execution import bfloat16, inductor, kernels
 from optimi_func.execution.list_kernel import TRIAL, ListKernel
@@ -326,7 +327,7 @@ def test_a_kernel_that_lost_its_compensation_is_not_used(
         return {}
 
     monkeypatch.setattr(bfloat16.Conversions, "__call__", without_setting)
-    monkeypatch.setattr(bfloat16, "_said", set())
+    monkeypatch.setattr(checks, "_said", set())
     monkeypatch.setattr(kernels, "_kernels", {})
     assert all(map(torch.equal, step(torch.bfloat16), expected))
     assert graphs == [True]

@@ -15,6 +15,7 @@ from torch._inductor.utils import run_and_get_code
 
 import optimi_func
 from optimi_func import Adam, AdamW, adamw_init, compiled, prepare_for_gradient_release
+from optimi_func.core import checks
 from optimi_func.core.leaf import init_leaf
 from optimi_func.core.packed import Packed
 from optimi_func.core.rule import Rates, Scalars, Storage
@@ -352,7 +353,7 @@ def test_without_inductors_private_parts_the_same_is_done(
     assert way == "list"
     monkeypatch.setattr(kernels, "_other_code", [])
     monkeypatch.setattr(kernels, "_kernels", {})
-    monkeypatch.setattr(kernels, "_said", set())
+    monkeypatch.setattr(checks, "_said", set())
     monkeypatch.setattr(*PARTS[part])
     with pytest.warns(UserWarning, match="runs eagerly.*other code than expected"):
         slow, way = stepped()
@@ -525,12 +526,11 @@ def test_the_compiler_is_imported_before_a_second_thread_needs_it(monkeypatch) -
         def start(self) -> None:
             said.append("thread")
 
-        def is_alive(self) -> bool:
-            return False
+        def join(self) -> None:
+            pass
 
     patches = {
         "Thread": Ahead,
-        "SHARED_SETTINGS": False,
         "import_module": said.append,
         "native_key": lambda: "",
         "_width": dict,

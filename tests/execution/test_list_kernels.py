@@ -12,6 +12,7 @@ from tiers import few, row
 from torch import Tensor
 
 from optimi_func import AdamW, StableAdamW, Storage, compiled, stableadamw
+from optimi_func.core import checks
 from optimi_func.execution import cpp, executors, guards, kernels, list_kernel
 from optimi_func.execution.cpp import PIECE
 from optimi_func.execution.guards import Guard, tensor_guards
@@ -272,7 +273,7 @@ def test_what_does_not_give_the_same_is_not_used(unkept, monkeypatch) -> None:
     monkeypatch.setattr(kernels, "_other_code", [])
     monkeypatch.setattr(kernels, "_kernels", {})
     ps, qs = params(torch.float32, [9000]), params(torch.float32, [9000])
-    monkeypatch.setattr(kernels, "_said", set())
+    monkeypatch.setattr(checks, "_said", set())
     with pytest.warns(UserWarning, match="runs eagerly.*other code than expected"):
         train(AdamW(ps, lr=0.1), ps)
     assert kernels._other_code
@@ -293,7 +294,7 @@ def test_a_rule_of_many_tensors_steps_eagerly_alone(unkept, monkeypatch) -> None
     monkeypatch.setattr(kernels, "_other_code", [])
     monkeypatch.setattr(kernels, "_kernels", {})
     ps, qs = params(torch.float32, [50, 9000]), params(torch.float32, [50, 9000])
-    monkeypatch.setattr(kernels, "_said", set())
+    monkeypatch.setattr(checks, "_said", set())
     text = "Many has 22 tensors for each parameter, .* at most 14: choose compile=False"
     with pytest.warns(UserWarning, match=f"runs eagerly.*{text}"):
         train(Many(ps, lr=0.1, compile=True), ps)

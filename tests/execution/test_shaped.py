@@ -8,6 +8,7 @@ from tiers import row
 from torch import Tensor, nn
 
 from optimi_func import Adafactor, adafactor_init, compiled
+from optimi_func.core import checks
 from optimi_func.execution import inductor, kernels, shaped, wholes
 
 # Small, tall, wide, of one row or column, one for several vectors and one for none.
@@ -154,7 +155,7 @@ def test_without_torchs_private_parts_maps_are_called(part: str, monkeypatch: An
         part, (inductor, None)
     )
     monkeypatch.setattr(home, part, lambda *args: broken)
-    monkeypatch.setattr(kernels, "_said", set())
+    monkeypatch.setattr(checks, "_said", set())
     planned = launches_of(monkeypatch)
     with pytest.warns(UserWarning, match="maps tensors one by one.*other code"):
         found = ended([(4, 3)], True)

@@ -18,6 +18,7 @@ import torch
 
 import optimi_func
 from optimi_func import AdamW, warm
+from optimi_func.core import checks
 from optimi_func.core import rule as rules
 from optimi_func.execution import cpp, kernels, store
 from optimi_func.execution.kernels import _compile as compile_kernel
@@ -33,7 +34,7 @@ CODE = b"\x7fELF of a library" * 100
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A store of this test's own, which nothing has complained about."""
     monkeypatch.setenv(store.VARIABLE, str(tmp_path / "store"))
-    monkeypatch.setattr(store, "_said", set())
+    monkeypatch.setattr(checks, "_said", set())
     return tmp_path / "store"
 
 
@@ -808,7 +809,7 @@ def test_where_nothing_can_be_kept_no_later_process_is_promised_it(
     caplog.set_level(logging.INFO)
     (tmp_path / "file").touch()  # in which no folder can be made, for root neither
     monkeypatch.setenv(store.VARIABLE, str(tmp_path / "file" / "store"))
-    monkeypatch.setattr(store, "_said", set())
+    monkeypatch.setattr(checks, "_said", set())
     for _ in range(2):
         store.tell("adam_float32", True)
         store.keep(KEY, __file__, None)
@@ -817,11 +818,11 @@ def test_where_nothing_can_be_kept_no_later_process_is_promised_it(
 
 
 def test_a_terminal_is_told_where_nobody_logs(monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr(store, "_said", set())
+    monkeypatch.setattr(checks, "_said", set())
     monkeypatch.setattr(store._log, "hasHandlers", lambda: False)
     store.tell("adam_float32", True)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(store, "_said", set())
+    monkeypatch.setattr(checks, "_said", set())
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     store.tell("adam_float32", True)
     assert "adam_float32" in capsys.readouterr().err

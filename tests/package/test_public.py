@@ -600,7 +600,9 @@ def test_private_compiler_settings_are_there() -> None:
 
     assert config.cpp.vec_isa_ok in (None, True, False)
     assert callable(cpu_vec_isa.valid_vec_isa_list.cache_clear)
-    for name in ("use_pre_grad_passes", "use_joint_graph_passes", "size_asserts"):
+    settings = "use_pre_grad_passes", "use_joint_graph_passes", "size_asserts"
+    limits = "reads", "acc_reads", "opcount"
+    for name in (*settings, *[f"realize_{limit}_threshold" for limit in limits]):
         assert hasattr(config, name), name
     assert hasattr(config, "cpp_cache_precompile_headers")
     assert callable(compile_fx_inner)

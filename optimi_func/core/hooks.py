@@ -58,20 +58,13 @@ class Reduction:
         """Return the name, as in the call of a hook."""
         return repr(self.over)
 
-    @property
-    def is_whole(self) -> bool:
-        """True if there is one mean for each tensor, so that shards need no gathering."""
-        return self.over == "tensor"
-
     def scaled(self, hook: Any, d: Tensor, x: Tensor, lr: Scalar, layout: Any) -> Tensor:
         """Return the direction that a hook makes of d, which is not sharded."""
-        if self.is_whole:
+        if self == TENSOR:
             return _scaled(hook, d, x, lr, [*range(d.dim())])
+        d2, x2 = (y.reshape(1, -1) if y.dim() < 2 else y for y in (d, x))
         dims = [-1] if self.over == "row" else [-2, -1]
-        if d.dim() < 2:
-            d2, x2 = d.reshape(1, -1), x.reshape(1, -1)
-            return _scaled(hook, d2, x2, lr, dims).reshape(d.shape)
-        pairs = zip(layout.matrices(d), layout.matrices(x))
+        pairs = zip(layout.matrices(d2), layout.matrices(x2))
         return layout.joined([_scaled(hook, y, z, lr, dims) for y, z in pairs], d)
 
 
@@ -133,13 +126,11 @@ def hook(cls: type[T]) -> type[T]:
     kind.key = kind.__qualname__ if ours else f"{OWN}{next(_count)}"
     if "over" in kind._fields:
         make = kind.__new__
-        place = kind._fields.index("over")
 
         def new(own: Any, *args: Any, **kwargs: Any) -> Any:
-            made = list(make(own, *args, **kwargs))
-            if not isinstance(made[place], Reduction):
-                made[place] = Reduction(made[place])
-            return tuple.__new__(own, made)
+            x = make(own, *args, **kwargs)
+            known = isinstance(x.over, Reduction)
+            return x if known else x._replace(over=Reduction(x.over))
 
         kind.__new__ = new
     torch.serialization.add_safe_globals([cls, Reduction])
@@ -182,7 +173,7 @@ def check_hooks(owner: str, rule: Rule, hooks: Sequence[Any], moves: bool = Fals
             why = "its direction, or another hook, mixes the elements of a matrix"
         elif x.scales and moves:
             why = "its direction contains lr"
-        elif not x.over.is_whole and rule.measure is not None:
+        elif x.over != TENSOR and rule.measure is not None:
             why = "a rule with `measure` maps no matrices: allowed is over='tensor'"
         if why:
             raise ValueError(f"{owner} does not go with the hook {x}: {why}")
@@ -200,7 +191,7 @@ def keep_norms(hooks: Any) -> bool:
 
 def count_mapped(hooks: Sequence[Any]) -> int:
     """Return how many of the hooks are part of a map: all up to the last over a part."""
-    parts = [i for i, x in enumerate(hooks) if not x.over.is_whole]
+    parts = [i for i, x in enumerate(hooks) if x.over != TENSOR]
     return parts[-1] + 1 if parts else 0
 
 
@@ -293,6 +284,6 @@ def with_hooks(rule: Rule, kinds: tuple[tuple[str, Reduction], ...]) -> Rule:
             d = part.scaled(now, d, x, r.lr, inner.layout)
         return d, fields
 
-    alone = inner.by_matrix and not any([part.is_whole for _, part in kinds])
+    alone = inner.by_matrix and TENSOR not in [part for _, part in kinds]
     whole = inner._replace(map=mapped, digest="", reads=reads, by_matrix=alone)
     return replace(rule, whole=whole._replace(hooks=len(kinds)))

@@ -147,10 +147,5 @@ def _uploaded(values: Sequence[float], dtype: torch.dtype, device: torch.device)
 
 def flatten(x: Iterable[object]) -> list[object]:
     """Return the items of nested tuples, but not what a hook's means are taken over."""
-    items: list[object] = []
-    for y in x:
-        if isinstance(y, tuple):
-            items += flatten(y)
-        elif not isinstance(y, Reduction):
-            items.append(y)
-    return items
+    kept = [y for y in x if not isinstance(y, Reduction)]
+    return [z for y in kept for z in (flatten(y) if isinstance(y, tuple) else (y,))]

@@ -77,27 +77,28 @@ class Direction(NamedTuple):
     state: Named  # the rule's State after this gradient
 
 
-class Sums(NamedTuple):
-    """Sums over a whole tensor that a rule joins at the end of a step: see `Rule.join`.
+class Means(NamedTuple):
+    """Means over a whole tensor, which the pipeline takes for a rule.
 
-    The pipeline takes the means of the same tensors, and multiplies each by the number of
-    elements.
+    Only the pipeline knows whether a tensor is whole, a shard, or one of many in a list.
+    For `Rule.sums`, the executors multiply each mean by the number of elements.
 
     Attributes:
-        number: The number of sums.
-        measure: `(g, x, state, coeffs) -> tensors`, in the shape of the parameter x, which
-            are summed. The state is that after the direction.
+        number: The number of means.
+        measure: The function that returns the tensors whose means are taken, in the shape
+            of the parameter x. It is `(g, x, state, coeffs) -> tensors` for `Rule.sums`,
+            with the state after the direction, and `(x, u, state, coeffs) -> tensors` for
+            `Rule.after_means`, with the finished delta u.
+        tops: The number of the last of them that are maxima, not means.
     """
 
     number: int
     measure: Callable[[Tensor, Tensor, Any, Any], list[Tensor]]
+    tops: int = 0
 
 
 class Measure(NamedTuple):
     """Means over a whole tensor that a rule takes before its direction, which reads them.
-
-    The pipeline takes them, because only it knows whether a tensor is whole, a shard, or
-    one of many in a list.
 
     Attributes:
         number: The number of means.
@@ -117,20 +118,6 @@ class Measure(NamedTuple):
     settle: Callable[[Sequence[Tensor], Any], tuple[Any, tuple[Tensor, ...]]]
     tops: int = 0
     kept: tuple[str, ...] = ()
-
-
-class AfterMeans(NamedTuple):
-    """Means over a whole tensor that `Rule.after` takes, of the finished delta.
-
-    Attributes:
-        number: The number of means.
-        measure: `(x, u, state, coeffs) -> tensors`, whose means are taken.
-        tops: How many of the last are maxima, not means.
-    """
-
-    number: int
-    measure: Callable[[Tensor, Tensor, Any, Any], list[Tensor]]
-    tops: int = 0
 
 
 class Whole(NamedTuple):
@@ -256,10 +243,10 @@ class Rule:
     coeffs: Callable[..., Any]
     direction: Callable[..., Direction]
     after: Callable[..., tuple[Tensor, Named]] | None = None
-    after_means: AfterMeans | None = None
+    after_means: Means | None = None
     replaces: bool = False
     accumulate: Callable[[Any], Any] | None = None
-    sums: Sums | None = None
+    sums: Means | None = None
     measure: Measure | None = None
     whole: Whole | None = None
     refuses: Callable[[Tensor], str | None] | None = None

@@ -59,8 +59,7 @@ def scalars_after(
     for count, running in counts:
         t = (count.double() if isinstance(count, Tensor) else count) + 1.0
         coeffs, new = bound.advance(t, rule.running(*running))
-        scalars.append(
-            Scalars(coeffs, bound.rates_at(t), dither_at(t) if coded else NEAREST)
-        )
+        rates = bound.rates_at(t) if bound.every_hook else bound.rates_now
+        scalars.append(Scalars(coeffs, rates, dither_at(t) if coded else NEAREST))
         after.append(new)
     return scalars, after

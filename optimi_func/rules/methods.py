@@ -29,8 +29,8 @@ from optimi_func.core.layout import Layout
 from optimi_func.core.math import moment
 from optimi_func.core.philox import FIRST, normal_of
 from optimi_func.core.rule import (
-    AfterMeans,
     Direction,
+    Means,
     Measure,
     MomentStorage,
     Named,
@@ -39,7 +39,6 @@ from optimi_func.core.rule import (
     Numbers,
     Rule,
     Scalar,
-    Sums,
     Whole,
     along_gradient,
 )
@@ -665,10 +664,10 @@ class Methods:
             coeffs=coeffs,
             direction=along_gradient if alone else usual,
             after=after,
-            after_means=_after_means(functions, traced),
+            after_means=_means("after_means", functions, traced),
             replaces=self._replaces(traced.get("after")),
             accumulate=(lambda c: further(*c, True)) if "accumulate" in run else None,
-            sums=_sums(functions, traced),
+            sums=_means("sums", functions, traced),
             join=join,
             measure=self._measure(functions),
             whole=whole,
@@ -962,31 +961,17 @@ def _after(
     return after
 
 
-def _after_means(
-    functions: dict[str, Callable[..., Any]], traced: dict[str, Traced]
-) -> AfterMeans | None:
-    """Return `Rule.after_means`."""
-    if (run := functions.get("after_means")) is None:
-        return None
-    reduced = traced["after_means"].reduced
-
-    def measure(x: Tensor, u: Tensor, s: Any, c: Any) -> list[Tensor]:
-        return [*run((x, u), s, c)]
-
-    return AfterMeans(len(reduced.tensors), measure, reduced.tops)
-
-
-def _sums(
-    functions: dict[str, Callable[..., Any]], traced: dict[str, Traced]
-) -> Sums | None:
-    """Return `Rule.sums`."""
-    if (run := functions.get("sums")) is None:
+def _means(
+    method: str, functions: dict[str, Callable[..., Any]], traced: dict[str, Traced]
+) -> Means | None:
+    """Return `Rule.sums` or `Rule.after_means`."""
+    if (run := functions.get(method)) is None:
         return None
 
-    def measure(g: Tensor, x: Tensor, s: Any, c: Any) -> list[Tensor]:
-        return [*run((g, x), s, c)]
+    def measure(first: Tensor, second: Tensor, s: Any, c: Any) -> list[Tensor]:
+        return [*run((first, second), s, c)]
 
-    return Sums(len(traced["sums"].results), measure)
+    return Means(len(traced[method].results), measure, traced[method].reduced.tops)
 
 
 def _eval_point(functions: dict[str, Callable[..., Any]]) -> Callable[..., Tensor] | None:

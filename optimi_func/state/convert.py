@@ -454,8 +454,7 @@ def as_torchs(
         if not options["max_lr"]:
             del options["max_lr"]  # some schedules add an option of the same name
         lost = [f"a schedule for {k}" for k in keywords if k not in group]
-        lost += ["cautious=True"] if group.get("cautious") else []
-        lost += [f"hooks={x}" for x in [group.get("hooks")] if x]
+        lost += [f"{k}={group[k]}" for k in ("cautious", "hooks") if group.get(k)]
         kinds = [k for k in _OUR_DECAYS if k in keywords and k not in theirs and group[k]]
         if kinds and (decay := group.get("weight_decay", 0)) != 0:
             lost.append(f"{kinds[0]}=True and weight_decay={decay}")

@@ -15,7 +15,7 @@ import optimi_func
 from optimi_func import Muon, compiled, muon_init, muon_step
 from optimi_func.core.leaf import leaf_step, rates, whole_means
 from optimi_func.core.math import moment
-from optimi_func.core.rule import Direction, Leaf, Rule, Scalar, Scalars, Sums, Whole
+from optimi_func.core.rule import Direction, Leaf, Means, Rule, Scalar, Scalars, Whole
 from optimi_func.execution import wholes
 from optimi_func.execution.launches import run_launches
 from optimi_func.execution.plans import Plan
@@ -230,7 +230,7 @@ def coeffs(t: Scalar) -> Coeffs:
     return Coeffs(0.9, 0.5, 0.9)
 
 
-def centred(d: Tensor, x: Any, fields: Any, c: Coeffs) -> Any:
+def centred(d: Tensor, x: Any, fields: Any, c: Coeffs, r: Any) -> Any:
     assert x == ()
     return (d - d.mean()) * c.momentum, fields
 
@@ -285,7 +285,7 @@ def test_three_passes_are_the_pipelines_step(executor: Any, comp: bool) -> None:
 
 
 def test_a_map_goes_with_no_other_cut() -> None:
-    sums = Sums(1, lambda *_: [])
+    sums = Means(1, lambda *_: [])
     with pytest.raises(ValueError, match="centred: whole does not go with sums"):
         Rule("centred", State, init, coeffs, look_ahead, sums=sums, whole=Whole(centred))
     with pytest.raises(ValueError, match=r"centred: whole_fields=.'b',. are not the last"):

@@ -13,6 +13,7 @@ from pairs import Row, pairwise
 from torch import Tensor, nn
 
 from optimi_func import hooks, prepare_for_gradient_release
+from optimi_func.core.hooks import Reduction
 from optimi_func.core.rule import Storage
 
 STEPS, MICROBATCHES, F32 = 5, 3, torch.float32
@@ -58,7 +59,7 @@ def fits(row: Row) -> bool:
             return False
     if get("cautious") and get("rule") in ("prodigy", "schedule_free_adamw", "muon"):
         return False
-    rows = get("hooks") and not get("hooks")[0].over.is_whole
+    rows = get("hooks") and get("hooks")[0].over == Reduction("row")
     if get("hooks") and get("rule") == "prodigy":
         return False
     if rows and (get("cautious") or get("rule") == "stableadamw"):

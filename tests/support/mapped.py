@@ -32,7 +32,7 @@ def direction(g: Tensor, s: State, c: Coeffs, x: Tensor) -> Direction:
     return Direction(m + 0.1 * x, s._replace(exp_avg=m))
 
 
-def whole(d: Tensor, read: Any, fields: Any, c: Coeffs) -> Any:
+def whole(d: Tensor, read: Any, fields: Any, c: Coeffs, r: Any) -> Any:
     (x, m), (rows, sides) = read, fields
     rows = c.beta * rows + d.square().mean(-1, keepdim=True)
     sides = sides + 0.1 * x.square().sum() / max(1, x.numel())

@@ -258,7 +258,7 @@ def test_three_passes_are_the_pipelines_step(executor: Any, comp: bool) -> None:
         for s in ((7, 5), (200, 90))
     ]
     grads = [torch.randn_like(leaf.p) for leaf in leaves]
-    scalars = Scalars(coeffs(1), rates(0.1, 0.3, "l2", None, True, False, False))
+    scalars = Scalars(coeffs(1), rates(0.1, 0.3, "l2", None, True, False))
     wanted = [
         leaf_step(rule, leaf, g, scalars, True, whole_means)
         for leaf, g in zip(leaves, grads)

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from traced import trace
 
 import optimi_func
+from optimi_func.core.hooks import keyed
 from optimi_func.core.leaf import (
     compute_dtype,
     count_means,
@@ -84,7 +85,7 @@ def leaves(case: str, n: int) -> tuple[Leaf, Tensor]:
 def scalars(case: str, t: int) -> Scalars:
     optimizer, *_ = CASES[case]
     lr: Any = optimizer.lr
-    now = rates(lr, 0.1, optimizer.decay, lr, False, False, optimizer.cautious)
+    now = rates(lr, 0.1, optimizer.decay, lr, False, False, keyed(optimizer.every_hook))
     coeffs, _ = optimizer.advance(float(t), optimizer.rule.running())
     return Scalars(coeffs, now, *([0.3] if case in CODED else []))
 

@@ -41,7 +41,7 @@ def plain_number(x: Any) -> Any:
     if isinstance(x, Storage):
         return x._replace(moments=plain_number(x.moments))
     if is_hook(x):
-        return x
+        return type(x)(*map(plain_number, x))
     if isinstance(x, torch.dtype):  # json has none
         return str(x)
     x = checks.plain(x)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from optimi_func.core.rule import Rates, Rule, Scalar, Whole
 
 T = TypeVar("T")
 
+# A NamedTuple of numbers that `hook` decorates.
+Hook: TypeAlias = tuple[Any, ...]
 # A hook, and before it the text that tells its kind apart in the keys of kernels.
 Keyed: TypeAlias = tuple[str, Any]
 # Returns the mean of each tensor, and the maximum of so many of the last.
@@ -89,13 +91,6 @@ class Norms(NamedTuple):
     numel: Any = None
 
 
-class Hook(Protocol):
-    """The interface of a hook: see this module. `hook` adds the attributes it lacks."""
-
-    means: int
-    reads_gradient: bool
-
-
 def hook(cls: type[T]) -> type[T]:
     """Make a hook of a NamedTuple class of numbers, which has `scale` or `update`.
 
@@ -133,6 +128,7 @@ def hook(cls: type[T]) -> type[T]:
             return x if known else x._replace(over=Reduction(x.over))
 
         kind.__new__ = new
+        kind._make = classmethod(lambda own, items: own(*items))  # for _replace
     torch.serialization.add_safe_globals([cls, Reduction])
     return cls
 
@@ -171,6 +167,8 @@ def check_hooks(owner: str, rule: Rule, hooks: Sequence[Any], moves: bool = Fals
             why = "its `after` leaves out the direction"
         elif x.reads_gradient and mapped:
             why = "its direction, or another hook, mixes the elements of a matrix"
+        elif x.keeps_norms and rule.after is not None:
+            why = "its `after` changes the move, and so norms"
         elif x.scales and moves:
             why = "its direction contains lr"
         elif x.over != TENSOR and rule.measure is not None:
@@ -264,26 +262,32 @@ def _scaled(hook: Any, d: Tensor, x: Tensor, lr: Scalar, dims: list[int]) -> Ten
     return _with_factors(d, x, Norms(*means, numel=numel), hook, lr)[0]
 
 
-@lru_cache(64)
 def with_hooks(rule: Rule, kinds: tuple[tuple[str, Reduction], ...]) -> Rule:
     """Return a rule whose map also applies its first hooks, of which some are over parts.
 
     `kinds` has the key and the reduction of each of them. The numbers of hooks are those of
-    a step, and arrive in its `Rates`.
+    a step, and arrive in its `Rates`. It is the same rule for equal arguments, so that
+    steps share kernels, except while torch.compile traces, which warns of caches.
     """
+    make = _with_hooks if torch.compiler.is_compiling() else _kept
+    return make(rule, kinds)
+
+
+def _with_hooks(rule: Rule, kinds: tuple[tuple[str, Reduction], ...]) -> Rule:
     inner = rule.whole or Whole(lambda d, read, fields, c, r: (d, fields), by_matrix=True)
     reads = inner.reads if "x" in inner.reads else (*inner.reads, "x")
 
     def mapped(
         d: Tensor, read: tuple[Tensor, ...], fields: tuple[Tensor, ...], c: Any, r: Rates
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        own = read[: len(inner.reads)]
-        d, fields = inner.map(d, own, fields, c, r)
+        d, fields = inner.map(d, read[: len(inner.reads)], fields, c, r)
         for (_, now), (_, part) in zip(r.hooks, kinds):
-            x = read[reads.index("x")]
-            d = part.scaled(now, d, x, r.lr, inner.layout)
+            d = part.scaled(now, d, read[reads.index("x")], r.lr, inner.layout)
         return d, fields
 
     alone = inner.by_matrix and TENSOR not in [part for _, part in kinds]
-    whole = inner._replace(map=mapped, digest="", reads=reads, by_matrix=alone)
-    return replace(rule, whole=whole._replace(hooks=len(kinds)))
+    how = {"digest": "", "reads": reads, "by_matrix": alone, "hooks": len(kinds)}
+    return replace(rule, whole=inner._replace(map=mapped, **how))
+
+
+_kept = lru_cache(64)(_with_hooks)

@@ -60,8 +60,7 @@ def _rounds(rule: Rule, rates: Rates, write: bool) -> list[tuple[int, int]]:
     before, sums, after = rule.measure, rule.sums, rule.after_means
     rounds = [] if before is None else [(before.number, before.tops)]
     if write:
-        hooks = rates.hooks[rule.mapped_hooks :]
-        rounds += [(number, 0) for number in hook_rounds(hooks)]
+        rounds += [(n, 0) for n in hook_rounds(rates.hooks[rule.mapped_hooks :])]
         rounds += [] if sums is None else [(sums.number, 0)]
         rounds += [] if after is None else [(after.number, after.tops)]
     return [x for x in rounds if x[0]]
@@ -257,8 +256,7 @@ def _moved(
             # Results share no memory with arguments.
             mapped = tuple([y.clone() if y is x else y for x, y in zip(mapped, new_fields)])
         if r.hooks:
-            every = r.hooks[rule.mapped_hooks :]
-            d = hooked(every, d, g, x, r.lr, take_means, numel)
+            d = hooked(r.hooks[rule.mapped_hooks :], d, g, x, r.lr, take_means, numel)
         if rule.sums is not None:
             take_means(rule.sums.measure(g, x, new, c), 0)
         d = _delta(x, d, r)

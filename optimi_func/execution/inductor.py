@@ -182,7 +182,9 @@ def _compile(
     public = torch_compile(function, {"dynamic": True, "backend": backend})
     # A hit in that cache would not call `inner`.
     with config.patch(enable_autograd_cache=False):
-        public(*example)
+        # Else numbers that a hook reads of its module would be arguments of the code.
+        with torch._dynamo.config.patch(specialize_float=True):
+            public(*example)
     order = argument_order(calls[0] if calls else (), example)
     calls[:] = [()]  # frees the example
     generated = codes[-1] if codes else None

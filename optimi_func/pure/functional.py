@@ -307,9 +307,10 @@ class FunctionalOptimizer(Kept):
     def rates_at(self, t: Scalar) -> Rates:
         """Return the rates of step t (1-based), for which schedules of hooks are called."""
         now = self.rates_now
-        if not any(map(callable, flatten(now.hooks))):
-            return now
-        return now._replace(hooks=at_step(now.hooks, t))
+        if any(map(callable, flatten(now.hooks))):
+            now = now._replace(hooks=at_step(now.hooks, t))
+            check_hooks(type(self).__name__, self.rule, [x for _, x in now.hooks])
+        return now
 
     def __post_init__(self) -> None:
         """Check the hyperparameters, and compute the properties that every step reads."""

@@ -27,7 +27,8 @@ from skips import Skips
 from xdist.scheduler import LoadScopeScheduling
 
 from optimi_func.core import math
-from optimi_func.execution import inductor, store
+from optimi_func.core.rule import Scalars
+from optimi_func.execution import inductor, kernels, store
 
 # Hundreds of kernels are compiled here, where a program has one or two.
 inductor.PRECOMPILE_HEADERS = True
@@ -202,3 +203,18 @@ def graphs(unkept: None):
     counters = torch._dynamo.utils.counters
     before = counters["stats"]["unique_graphs"]
     return lambda: counters["stats"]["unique_graphs"] - before
+
+
+@pytest.fixture
+def wanted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of kernels that a process without any would compile. They run eagerly."""
+    names: list[str] = []
+
+    def made(key: kernels.KernelKey, scalars: Scalars):
+        names.append(key.name)
+        body = kernels._body(key, torch.utils._pytree.tree_structure(scalars))
+        return lambda *tensors: torch.no_grad()(body)(*tensors)
+
+    monkeypatch.setattr(kernels, "_compile", made)
+    monkeypatch.setattr(kernels, "_kernels", {})
+    return names

@@ -82,21 +82,6 @@ def test_one_graph_for_any_number_of_tensors_and_any_ambient_state(graphs) -> No
     assert graphs() == 1
 
 
-@pytest.fixture
-def wanted(monkeypatch) -> list[str]:
-    """The names of kernels that a process without any would compile. They run eagerly."""
-    names: list[str] = []
-
-    def made(key: KernelKey, scalars: Scalars):
-        names.append(key.name)
-        body = kernels._body(key, torch.utils._pytree.tree_structure(scalars))
-        return lambda *tensors: torch.no_grad()(body)(*tensors)
-
-    monkeypatch.setattr(kernels, "_compile", made)
-    monkeypatch.setattr(kernels, "_kernels", {})
-    return names
-
-
 def released(model: torch.nn.Module, flag: bool = False, **options) -> None:
     """Two backwards under gradient release, the first with optimi's flag if asked for."""
     optimizer = AdamW(model.parameters(), lr=0.1, compile=True, gradient_release=True)

@@ -36,7 +36,6 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from optimi_func.core.checks import check_number
 from optimi_func.core.hooks import Norms, Reduction
 from optimi_func.core.hooks import hook as hook
 from optimi_func.core.math import is_zero, root
@@ -107,12 +106,9 @@ class clip_rms(NamedTuple):
     tensor([-1., -1.])
     """
 
+    bounds = {"limit": {"above": 0.0}}  # noqa: RUF012
     limit: float = 1.0
     over: Over = "tensor"
-
-    def check(self) -> None:
-        """Raise if limit is not above 0."""
-        check_number("limit of clip_rms", "limit", self.limit, above=0.0)
 
     def scale(self, n: Norms, lr: Scalar) -> Tensor:
         """Return the factor of d."""
@@ -141,12 +137,9 @@ class relative(NamedTuple):
     tensor([2.5000, 4.0000])
     """
 
+    bounds = {"ratio": {"least": 0.0}}  # noqa: RUF012
     ratio: float = 1.0
     over: Over = "tensor"
-
-    def check(self) -> None:
-        """Raise if ratio is negative."""
-        check_number("ratio of relative", "ratio", self.ratio)
 
     def scale(self, n: Norms, lr: Scalar) -> Tensor:
         """Return the factor of d."""
@@ -176,12 +169,9 @@ class floor(NamedTuple):
     tensor([2., 4.])
     """
 
+    bounds = {"ratio": {"least": 0.0}}  # noqa: RUF012
     ratio: float = 0.35
     over: Over = "tensor"
-
-    def check(self) -> None:
-        """Raise if ratio is negative."""
-        check_number("ratio of floor", "ratio", self.ratio)
 
     def scale(self, n: Norms, lr: Scalar) -> Tensor:
         """Return the factor of d."""
@@ -211,14 +201,10 @@ class radial_brake(NamedTuple):
     tensor(7.5000)
     """
 
+    bounds = {name: {"least": 0.0, "most": 1.0} for name in ("outward", "inward")}  # noqa: RUF012
     outward: float = 0.5
     inward: float = 1.0
     over: Over = "tensor"
-
-    def check(self) -> None:
-        """Raise unless both fractions are from 0 to 1."""
-        check_number("radial brake", "outward", self.outward, most=1.0)
-        check_number("radial brake", "inward", self.inward, most=1.0)
 
     def scale(self, n: Norms, lr: Scalar) -> Factors:
         """Return the factors of d and of x."""

@@ -49,7 +49,7 @@ from optimi_func.classes.without_memory import prepare_without_memory
 from optimi_func.classes.work import Prepared, Request, Work
 from optimi_func.core import checks
 from optimi_func.core.distributed import any_distributed, comparable, to_local
-from optimi_func.core.hooks import Hook
+from optimi_func.core.hooks import Hook, restored
 from optimi_func.core.lists import grouped
 from optimi_func.core.owners import Holders, agree, holders_of
 from optimi_func.core.packed import flatten, is_capturing
@@ -765,7 +765,7 @@ class BaseOptimizer(Fields, Checkpoints):
             self.__dict__.setdefault(name, None)
         super().__setstate__(state)
         for group in self.param_groups:
-            group.setdefault("hooks", ())  # of an optimizer that was pickled without
+            group["hooks"] = tuple(map(restored, group.get("hooks", ())))
         self._clear_caches()
         self._names.remember(self.param_groups)
 

@@ -9,6 +9,7 @@ A hook is a NamedTuple of numbers that `hook` decorates. It has one of two metho
 - `update(d, g, x)` is a generator. It yields a list of `means` tensors, receives their
   means, and yields the new direction. With means = 0 it only yields the new direction.
 
+`bounds` has the range of a number by its name, as keywords of `check_number`.
 With sized = True, `scale` finds the number of elements in n.numel, and `update` receives it
 behind the means.
 """
@@ -77,6 +78,7 @@ TENSOR = Reduction()
 # stored on disk, where a later program could find them although its hook is another one.
 OWN = "own hook "
 _count = count()
+KINDS: dict[str, Any] = {}  # by the name that state dicts contain
 
 
 class Norms(NamedTuple):
@@ -94,8 +96,9 @@ class Norms(NamedTuple):
 def hook(cls: type[T]) -> type[T]:
     """Make a hook of a NamedTuple class of numbers, which has `scale` or `update`.
 
-    A hook can be saved and loaded with torch.load(weights_only=True). It is not equal to
-    hooks of another class, as tuples with equal items would be.
+    State dicts contain the name of the class and the numbers, so a program that loads them
+    has to import the class first. A hook is not equal to hooks of another class, as tuples
+    with equal items would be.
 
     Raises:
         TypeError: The class is no NamedTuple, or has neither or both of the methods.
@@ -112,7 +115,7 @@ def hook(cls: type[T]) -> type[T]:
     kind.__hash__ = lambda a: hash((cls, *a))
     kind.scales = methods == ["scale"]
     usual = {"means": 0, "sized": False, "keeps_norms": False, "over": TENSOR}
-    usual |= {"reads_gradient": not kind.scales}
+    usual |= {"bounds": {}, "reads_gradient": not kind.scales}
     for name, x in usual.items():
         if not hasattr(cls, name):
             setattr(cls, name, x)
@@ -129,13 +132,31 @@ def hook(cls: type[T]) -> type[T]:
 
         kind.__new__ = new
         kind._make = classmethod(lambda own, items: own(*items))  # for _replace
-    torch.serialization.add_safe_globals([cls, Reduction])
+    KINDS[f"{cls.__module__}.{kind.__qualname__}"] = kind
     return cls
 
 
 def is_hook(x: object) -> bool:
     """Return True for an instance of a class that `hook` decorates."""
     return isinstance(x, tuple) and hasattr(x, "reads_gradient")
+
+
+def plain(x: Any) -> tuple[Any, ...]:
+    """Return a hook as the name of its class and its numbers, for state dicts."""
+    options = [y.over if isinstance(y, Reduction) else y for y in x]
+    return (f"{type(x).__module__}.{type(x).__qualname__}", *options)
+
+
+def restored(x: Any) -> Any:
+    """Return the hook that `plain` has returned as x, and anything else as it is."""
+    if not isinstance(x, tuple | list) or not x or not isinstance(x[0], str):
+        return x
+    if x[0] not in KINDS:
+        raise ValueError(
+            f"a state dict has the hook {x[0]!r}, which is not defined in this program: "
+            "import the module that defines it before"
+        )
+    return KINDS[x[0]](*x[1:])
 
 
 def checked(owner: str, hooks: Any) -> Sequence[Any]:
@@ -157,9 +178,8 @@ def check_hooks(owner: str, rule: Rule, hooks: Sequence[Any], moves: bool = Fals
     for x in hooks:
         for name, number in x._asdict().items():
             if not isinstance(number, Reduction):
-                check_number(f"{type(x).__name__}", name, number, least=-math.inf)
-        if hasattr(x, "check"):
-            x.check()
+                bounds = {"least": -math.inf} | x.bounds.get(name, {})
+                check_number(type(x).__name__, name, number, **bounds)
         why = ""
         if rule.join is not None:
             why = "its direction has sums over all parameters"
@@ -180,11 +200,6 @@ def check_hooks(owner: str, rule: Rule, hooks: Sequence[Any], moves: bool = Fals
 def keyed(hooks: Sequence[Any]) -> tuple[Keyed, ...]:
     """Return hooks with their keys, as `Rates.hooks` has them."""
     return tuple([(x.key, x) for x in hooks])
-
-
-def keep_norms(hooks: Any) -> bool:
-    """Return True if a hook keeps norms constant, which weight decay would change."""
-    return any([x.keeps_norms for x in hooks])
 
 
 def count_mapped(hooks: Sequence[Any]) -> int:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from optimi_func.classes.groups import by_pattern, param_groups_by_name
 from optimi_func.classes.options import with_options
 from optimi_func.core.checks import check_number
-from optimi_func.core.hooks import Hook, keep_norms
 from optimi_func.core.layout import as_layout, sides
 from optimi_func.core.lists import grouped
 from optimi_func.core.rule import Options
@@ -80,8 +79,8 @@ def MuonAdamW(  # noqa: D417
     cautious_decay: bool = False,
     corrected_decay: bool = False,
     cautious: bool = False,
-    hooks: Sequence[Hook] = (),
-    adamw_hooks: Sequence[Hook] = (),
+    hooks: Sequence[Any] = (),
+    adamw_hooks: Sequence[Any] = (),
     **options: Unpack[Options],
 ) -> Mixed:
     """Return a `Mixed` with Muon for hidden matrices and AdamW for all other parameters.
@@ -204,8 +203,8 @@ def MuonAdamW(  # noqa: D417
     second_lr = lr if adamw_lr is None else adamw_lr
     decay = weight_decay if adamw_weight_decay is None else adamw_weight_decay
     # Of each kind: see `_kinds`.
-    own_decay = 0.0 if hyperball or keep_norms(hooks) else weight_decay
-    decay = 0.0 if keep_norms(adamw_hooks) else decay
+    own_decay = 0.0 if hyperball or any([x.keeps_norms for x in hooks]) else weight_decay
+    decay = 0.0 if any([x.keeps_norms for x in adamw_hooks]) else decay
     rules = [(partial(matrices, **own, **shared), lr, own_decay)]
     rules += [(of_adamw, second_lr, decay), (of_adamw, second_lr, 0.0)]
     patterns = dict(exclude=exclude, include=include, transposed=transposed)

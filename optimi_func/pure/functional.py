@@ -19,7 +19,6 @@ from optimi_func.core.hooks import (
     check_hooks,
     checked,
     count_mapped,
-    keep_norms,
     keyed,
     with_hooks,
 )
@@ -284,11 +283,7 @@ class FunctionalOptimizer(Kept):
             return None
 
     def rates(
-        self,
-        lr: Scalar,
-        weight_decay: Scalar,
-        max_lr: Scalar | None,
-        hooks: Sequence[Any],
+        self, lr: Scalar, weight_decay: Scalar, max_lr: Scalar | None, hooks: Sequence[Any]
     ) -> Rates:
         """Return the rates of a step; if max_lr is None, lr is the largest."""
         top = lr if max_lr is None else max_lr
@@ -423,7 +418,7 @@ class FunctionalOptimizer(Kept):
         where, hooks = type(self).__name__, self.every_hook
         check_hooks(where, self.rule, hooks, self.owner._lr == "inside")
         decays = any(map(checks.is_on, _leaves(self.weight_decay)))
-        if decays and keep_norms(hooks):
+        if decays and any([x.keeps_norms for x in hooks]):
             raise ValueError(
                 f"Invalid weight_decay: weight_decay={checks.shown(self.weight_decay)}: "
                 "allowed is 0 with hyperball, which keeps norms"

@@ -11,6 +11,8 @@ from torch.optim.optimizer import Optimizer, StateDict
 
 from optimi_func.core import checks
 from optimi_func.core.distributed import distribute_like, to_local
+from optimi_func.core.hooks import plain
+from optimi_func.core.packed import flatten
 from optimi_func.core.pairs import as_real
 from optimi_func.core.rule import Rule, Storage
 from optimi_func.core.storage import group_storage, own_names
@@ -74,6 +76,7 @@ def _as_strings(optimizer: Any, packed: StateDict) -> None:
         for name in ("state_dtype", "storage"):
             if group[name] is not None:
                 group[name] = str(group[name])
+        group["hooks"] = tuple(map(plain, group["hooks"]))
         left_out = _add_torchs_options(optimizer, group)
         for name in optimizer.scheduled(mine):
             del group[name]
@@ -161,8 +164,7 @@ class Checkpoints(Optimizer):
     def scheduled(self, group: Group) -> list[str]:
         """Return the hyperparameters of a group that are schedules."""
         numbers = {k: group[k] for k in self._factory_of(group)[1]}
-        flat = {k: x if isinstance(x, tuple) else (x,) for k, x in numbers.items()}
-        return [k for k, values in flat.items() if any(map(callable, values))]
+        return [k for k, x in numbers.items() if any(map(callable, flatten((x,))))]
 
     def _under_keys(self, options: Group) -> Group:
         """Return options of the factory's names under the keys of param groups."""

@@ -131,7 +131,7 @@ def hook(cls: type[T]) -> type[T]:
             return x if known else x._replace(over=Reduction(x.over))
 
         kind.__new__ = new
-        kind._make = classmethod(lambda own, items: own(*items))  # for _replace
+        kind._replace = lambda own, **more: kind(**(own._asdict() | more))
     KINDS[f"{cls.__module__}.{kind.__qualname__}"] = kind
     return cls
 
@@ -149,7 +149,7 @@ def plain(x: Any) -> tuple[Any, ...]:
 
 def restored(x: Any) -> Any:
     """Return the hook that `plain` has returned as x, and anything else as it is."""
-    if not isinstance(x, tuple | list) or not x or not isinstance(x[0], str):
+    if is_hook(x) or not (isinstance(x, tuple | list) and x and isinstance(x[0], str)):
         return x
     if x[0] not in KINDS:
         raise ValueError(
@@ -160,8 +160,9 @@ def restored(x: Any) -> Any:
 
 
 def checked(owner: str, hooks: Any) -> Sequence[Any]:
-    """Return hooks; raise for anything else."""
-    if not isinstance(hooks, tuple | list) or not all(map(is_hook, hooks)):
+    """Return hooks, also those of a state dict; raise for anything else."""
+    hooks = tuple(map(restored, hooks)) if isinstance(hooks, tuple | list) else hooks
+    if not isinstance(hooks, tuple) or not all(map(is_hook, hooks)):
         raise TypeError(
             f"{owner} got hooks={hooks!r}: allowed is a list of hooks, such as "
             "[optimi_func.hooks.floor(0.35)]"

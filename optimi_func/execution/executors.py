@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from optimi_func.core.checks import warn_user
+from optimi_func.core.checks import is_first, warn_user
 from optimi_func.core.codes import GROUP, is_low
 from optimi_func.core.leaf import compute_dtype, count_means
 from optimi_func.core.lists import chunks, grouped
@@ -58,7 +58,6 @@ DRAWN = 1 << 17
 
 # Types of devices.
 _uncompilable: set[str] = set()
-_said_switched_off: set[str] = set()
 
 # "auto" takes kernels if a compiler is found, else "eager".
 Executor: TypeAlias = Literal["auto", "kernels", "foreach", "eager"]
@@ -114,8 +113,7 @@ def _plan_auto(rule: Rule, updates: list[Update], write: bool) -> list[Launch]:
         except DispatchModeError:
             pass  # A mode that watches single operations sees single operations.
         except SwitchedOffError as error:
-            if device not in _said_switched_off:
-                _said_switched_off.add(device)
+            if is_first(f"switched off for {device}"):
                 warn_user(
                     f"{error}: the optimizer step for {device} runs eagerly, several "
                     "times slower. Switch it on, or choose compile=False or foreach=True."

@@ -202,9 +202,12 @@ class WholeLaunch(Launch):
 
     def _of_directions(self, packed: Packed) -> Packed:
         """Return the scalars of the first pass."""
-        if self._first.coeffs is self._rule.coeffs:
+        coeffs, rates, dither = packed.scalars
+        same = self._first.coeffs is self._rule.coeffs
+        if same and not rates.hooks:
             return packed
-        return Packed(packed.scalars._replace(coeffs=NoState()))
+        rates = rates._replace(hooks=())  # so that all hooks share a kernel
+        return Packed(Scalars(coeffs if same else NoState(), rates, dither))
 
     def _of_moves(self, packed: Packed) -> Packed:
         """Return those of the second: the direction has grad_scale and l2 in it."""

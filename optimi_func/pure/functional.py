@@ -15,13 +15,7 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.core import checks
 from optimi_func.core.codes import dither_at, to
-from optimi_func.core.hooks import (
-    check_hooks,
-    checked,
-    count_mapped,
-    keyed,
-    with_hooks,
-)
+from optimi_func.core.hooks import check_hooks, checked, count_mapped, keyed, with_hooks
 from optimi_func.core.leaf import (
     leaf_dtype,
     leaf_eval_point,

@@ -192,7 +192,7 @@ class Body(BaseOptimizer, metaclass=BodyType):
 
     def own_hooks(self) -> tuple[Any, ...]:
         """Return the hooks that come before those of the option `hooks`."""
-        return (cautious(),) if self.__dict__["cautious"] else ()
+        return (cautious(),) if self.__dict__.get("cautious") else ()
 
     @classmethod
     def bare(cls, values: Mapping[str, object]) -> Any:

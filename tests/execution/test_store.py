@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import optimi_func
-from optimi_func import AdamW, warm
+from optimi_func import AdamW, hooks, warm
 from optimi_func.core import checks
 from optimi_func.core import rule as rules
 from optimi_func.execution import cpp, kernels, store
@@ -510,7 +510,12 @@ def test_the_key_depends_on_the_kernel(monkeypatch: Any) -> None:
         (base._replace(round=0), scalars),
         (base, scalars._replace(coeffs=(1.0,) * 6)),
         (base, scalars._replace(rates=scalars.rates._replace(undecayed_lr=(0.1,)))),
-        (base, scalars._replace(rates=scalars.rates._replace(cautious=(True,)))),
+        (
+            base,
+            scalars._replace(
+                rates=scalars.rates._replace(hooks=(("x", hooks.cautious()),))
+            ),
+        ),
         (base._replace(rule=optimi_func.lamb(lr=0.1).rule), scalars),
     ]
     for key, its in [(base, scalars), *others]:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 import optimi_func
 from optimi_func import Storage, adamw, compiled, prepare_for_gradient_release
-from optimi_func.core import checks
 from optimi_func.core.rule import Scalars
 from optimi_func.execution import codecs, cpp, kernels
 from optimi_func.execution.kernels import KernelKey, _without_lists, has_list_kernels
@@ -45,9 +44,8 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     monkeypatch.setattr(cpp, "_load", found)
     for name, x in ("_functions", []), ("_errors", []), ("_again", Event()):
         monkeypatch.setattr(cpp, name, x)
-    for name, x in ("_kernels", {}), ("_other_code", []):
+    for name, x in ("_kernels", {}), ("_other_code", []), ("_said", set()):
         monkeypatch.setattr(kernels, name, x)
-    monkeypatch.setattr(checks, "_said", set())
     return found
 
 
@@ -129,6 +127,7 @@ def test_codecs_with_other_results_are_told(monkeypatch: Any) -> None:
     assert functions is not None
 
     monkeypatch.setattr(cpp, "_functions", [functions._replace(decode=lambda *args: None)])
+    monkeypatch.setattr(codecs, "_exact", {})
     with pytest.warns(UserWarning, match="8 bits give other results.*run eagerly"):
         assert not codecs.are_exact()
     with warnings.catch_warnings():

@@ -1,0 +1,377 @@
+"""Do hooks help? A small GPT, trained with and without them, and at three widths.
+
+The model, the data and the loss are those of the task "language" of ``which_tasks.py``. The
+model has width 48 instead of 96, and so a third of its parameters, because several hundred
+runs have to end in about an hour of one core. The steps are eager: at this size compiled
+ones take as long. No optimizer decays weights.
+
+The table has a row for AdamW, for Muon (hidden matrices; the rest by AdamW) and for SOAP:
+
+* ``none``: no hook, and one lr for all parameters, as in ``which.py``;
+* ``cautious``: for all parameters, also with one lr. Muon and SOAP refuse it;
+* ``floor(0.35)``, ``floor(2)`` and ``hyperball``: for the hidden matrices. The rest trains
+  without a hook, at the best lr of ``none``, and only the lr of the hidden matrices is
+  searched;
+* ``own lr``: the same without a hook. In these cells the hidden matrices have an lr of
+  their own, which is an advantage by itself. This row shows how large it is.
+
+Of a hidden matrix of this width, Muon's directions have a root mean square of 0.2
+(``adjust_lr_fn="match_rms_adamw"``). In the speed records of NanoGPT, where the floor of
+0.35 comes from, they are 5.5 times shorter (1 / sqrt(768)). ``floor(2)`` is their floor in
+our units. A floor that is never reached changes nothing, and its losses are those of
+``own lr``.
+
+Each cell has a grid of lrs with factors of 2, which grows as long as the best lr is at an
+edge. The best lr is selected with seed 0, and is then trained with the other seeds. Losses
+are held-out, in bits per byte, after the last step. Runs with the same seed have the same
+first weights and the same batches, so differences between cells are taken seed by seed.
+
+The second question is whether the best lr moves with the width. AdamW and Muon, without a
+hook and with hyperball, train models of half and twice the width over the grid. With
+hyperball the lr of the rest is the same at all widths.
+
+Each run is written to ``--runs FILE`` when it ends, and is not trained again if the file
+has it. The results are such a file, too.
+"""
+
+import inspect
+import json
+import math
+import time
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import mean, stdev
+from typing import Any
+
+import harness
+import which
+import which_tasks
+from harness import Found, option
+from matplotlib.axes import Axes
+from torch import nn
+from tqdm import tqdm
+from which_optimizers import Contender
+from which_tasks import Task
+
+import optimi_func
+from optimi_func import Mixed, hidden_matrices
+
+WIDTH, HEAD = 48, 24  # of the table's model, and of a head of attention
+NONE, OWN = "none", "own lr"
+# The rules of hidden matrices and of the rest, and log2 of the lr in the middle.
+RULES = {"AdamW": ("adamw", "adamw", -7), "Muon": ("muon", "adamw", -6)}
+RULES |= {"SOAP": ("soap", "soap", -7)}
+HOOKS: dict[str, tuple[Any, ...]] = {
+    NONE: (),
+    "cautious": (optimi_func.hooks.cautious(),),
+    "hyperball": (optimi_func.hooks.hyperball(),),
+    OWN: (),
+    "floor(2)": (optimi_func.hooks.floor(2.0),),
+    "floor(0.35)": (optimi_func.hooks.floor(0.35),),
+}
+# Hooks for all parameters, which have one lr. The others are for hidden matrices.
+EVERYWHERE = (NONE, "cautious")
+# Its lr is a fraction of the norm, and has a grid of its own.
+RELATIVE, RELATIVE_MIDDLE = "hyperball", -6
+# Seconds of a run by those of AdamW's, roughly: for the estimate alone.
+COSTS = {"AdamW": 1.0, "Muon": 1.3, "SOAP": 1.8}
+
+
+@dataclass(frozen=True)
+class Config(harness.Options):
+    threads: int = option(1, "of torch")
+    rules: tuple[str, ...] = option(tuple(RULES), "to train, of AdamW, Muon and SOAP")
+    hooks: tuple[str, ...] = option(tuple(HOOKS), "to compare")
+    seeds: int = option(5, "at the best lr")
+    lrs: int = option(5, "of a grid; an odd number")
+    growth: int = option(4, "lrs more at each edge, at most")
+    transferred: tuple[str, ...] = option(("AdamW", "Muon"), "to train at all widths")
+    widths: tuple[int, ...] = option((24, 48, 96), "multiples of 24")
+    width_seeds: int = option(2, "at each lr of the widths")
+    shorter: int = option(1, "divides the steps")
+    compile: bool = option(False, "the steps")
+    runs: str = option("outputs/hooks/runs.json", "the runs so far, to go on from")
+
+
+QUICK: Found = {
+    **{"rules": ("AdamW", "Muon"), "hooks": (NONE, "cautious", "hyperball", OWN)},
+    **{"seeds": 2, "lrs": 3, "growth": 0, "shorter": 100, "widths": (24, 48)},
+    **{"transferred": ("AdamW",), "width_seeds": 1, "runs": "outputs/hooks/quick.json"},
+}
+
+
+@dataclass(frozen=True)
+class Hooked(Contender):
+    """An optimizer with hooks, for a model of any width.
+
+    Attributes:
+        rest: The rule of all parameters but the hidden matrices.
+        hooks: Of the hidden matrices.
+        rest_hooks: Of the rest.
+        rest_lr: The lr of the rest. None: the same as that of the hidden matrices.
+    """
+
+    rest: str = "adamw"
+    hooks: tuple[Any, ...] = ()
+    rest_hooks: tuple[Any, ...] = ()
+    rest_lr: float | None = None
+
+    def make(self, model: nn.Module, lr: float, steps: int, compile: bool) -> Any:
+        """Return the optimizer of a model."""
+        del steps
+        hidden = getattr(optimi_func, self.pure)(lr=lr, weight_decay=0.0, hooks=self.hooks)
+        rest_lr = lr if self.rest_lr is None else self.rest_lr
+        of_rest = partial(getattr(optimi_func, self.rest), hooks=self.rest_hooks)
+        rest = of_rest(lr=rest_lr, weight_decay=0.0)
+        part = hidden_matrices(model), hidden
+        return Mixed(model.named_parameters(), part, rest=rest, compile=compile)
+
+
+def contender(rule: str, hook: str, rest_lr: float) -> Hooked:
+    """Return a cell of the table: the lr of the rest counts if hidden matrices have one."""
+    pure, rest, _ = RULES[rule]
+    given: dict[str, Any] = {"rest": rest, "hooks": HOOKS[hook]}
+    given |= {"rest_hooks": HOOKS[hook]} if hook in EVERYWHERE else {"rest_lr": rest_lr}
+    apart = "" if hook in EVERYWHERE else f", the rest at lr {rest_lr:g}"
+    return Hooked(f"{rule}, {hook}{apart}", pure, **given)
+
+
+def is_defined(rule: str, hook: str) -> bool:
+    """Return False for hooks that compare signs, if a rule mixes elements."""
+    return rule == "AdamW" or not any(x.reads_gradient for x in HOOKS[hook])
+
+
+def task_of(width: int, config: Config) -> Task:
+    """Return the task of which.py for a model of this width."""
+    gpt = replace(which_tasks.GPT, width=width, heads=width // HEAD)
+    task = replace(which_tasks.LANGUAGE, model=partial(which_tasks.train_gpt.GPT, gpt))
+    return task.shorter(config.shorter)
+
+
+# Training
+
+
+def version(config: Config) -> str:
+    """Return a hash of all that decides a run, besides its name."""
+    parts = (which_tasks, which.alone, which.evaluated_at, Hooked, task_of)
+    text = "".join(map(inspect.getsource, parts)) + f"{config.shorter}{config.compile}"
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+class Trainer:
+    """Trains what the file of runs does not have.
+
+    Attributes:
+        runs: The loss and the seconds of processor time of each run, by its name.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.path = config, harness.ROOT / config.runs
+        self.version = version(config)
+        found = json.loads(self.path.read_text()) if self.path.exists() else {}
+        known = found.get("version") == self.version
+        self.runs: dict[str, Found] = found["runs"] if known else {}
+        self.used: set[str] = set()
+        self.bar = tqdm(total=expected(config), unit="run", smoothing=0.05)
+
+    def loss(self, cell: Hooked, width: int, lr: float, seed: int) -> float:
+        """Return the held-out loss of a run."""
+        name = f"{cell.name}; width {width}, lr {lr:g}, seed {seed}"
+        if name not in self.runs:
+            self.bar.set_postfix_str(name)
+            began = time.process_time()
+            task = task_of(width, self.config)
+            losses = which.alone(task, cell, lr, seed, self.config.compile, evaluations=1)
+            loss = losses[-1] if losses[-1] < which.DIVERGED else which.DIVERGED
+            seconds = time.process_time() - began
+            self.runs[name] = {"loss": loss, "seconds": round(seconds, 2)}
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({"version": self.version, "runs": self.runs}, indent=1)
+            self.path.write_text(f"{text}\n")
+        if name not in self.used:
+            self.used.add(name)
+            self.bar.update()
+        return self.runs[name]["loss"]
+
+    def search(
+        self, cell: Hooked, width: int, middle: int, lrs: int, seeds: Iterable[int] = (0,)
+    ) -> dict[int, list[float]]:
+        """Return the losses of each seed by log2 of the lr, of a grid that may grow."""
+
+        def at(k: int) -> list[float]:
+            return [self.loss(cell, width, 2.0**k, seed) for seed in seeds]
+
+        half = lrs // 2
+        found = {k: at(k) for k in range(middle - half, middle + half + 1)}
+        for _ in range(self.config.growth):
+            best = best_of(found)
+            edges = [k for k in (best - 1, best + 1) if k not in found]
+            found |= {k: at(k) for k in edges}
+            found = dict(sorted(found.items()))
+        return found
+
+
+def best_of(found: dict[int, list[float]]) -> int:
+    """Return log2 of the lr with the least mean loss."""
+    return min(found, key=lambda k: mean(found[k]))
+
+
+def expected(config: Config) -> int:
+    """Return about how many runs there are, if each grid grows by one."""
+    more = config.seeds - 1 + (config.growth > 0)
+    cells = [h for rule in config.rules for h in config.hooks if is_defined(rule, h)]
+    runs = sum((3 if h not in (NONE, RELATIVE) else config.lrs) + more for h in cells)
+    grids = 2 * len(config.transferred) * (config.lrs + 1) * config.width_seeds
+    # The table has the runs of one seed at one width.
+    return runs + grids * len(config.widths) - grids // config.width_seeds
+
+
+def estimated(config: Config, seconds: float) -> float:
+    """Return about how many seconds of processor time all runs take."""
+    rules = mean(COSTS[rule] for rule in config.rules)
+    wide = [sum(config.widths) / len(config.widths) / WIDTH] * bool(config.transferred)
+    return expected(config) * seconds * mean([rules, *wide])
+
+
+def measure(config: Config) -> Found:
+    """Train all cells of the table, and then the widths."""
+    if NONE not in config.hooks:
+        raise SystemExit(f"--hooks lack {NONE!r}, whose lr the rest of a model has")
+    trainer, middles = Trainer(config), {rule: RULES[rule][2] for rule in config.rules}
+    began = time.process_time()
+    trainer.loss(contender(config.rules[0], NONE, 0.0), WIDTH, 2.0**-7, 0)
+    if (seconds := time.process_time() - began) > 0.1:
+        total = estimated(config, seconds) / 60
+        trainer.bar.write(
+            f"A run takes {seconds:.1f} s of one core, and about {expected(config)} runs "
+            f"take {total:.0f} minutes"
+        )
+    table: Found = {rule: {} for rule in config.rules}
+    # The hooks in turn, so that a part of the table says something.
+    for hook in config.hooks:
+        for rule in config.rules:
+            if not is_defined(rule, hook):
+                table[rule][hook] = None
+                continue
+            rest = 2.0 ** middles[rule]
+            cell = contender(rule, hook, rest)
+            near = hook not in (NONE, RELATIVE)
+            middle = RELATIVE_MIDDLE if hook == RELATIVE else middles[rule]
+            found = trainer.search(cell, WIDTH, middle, 3 if near else config.lrs)
+            best = best_of(found)
+            middles[rule] = best if hook == NONE else middles[rule]
+            seeds = range(config.seeds)
+            table[rule][hook] = {
+                "log2 lr": best,
+                "at an edge": best in (min(found), max(found)),
+                "rest lr": None if hook in EVERYWHERE else rest,
+                "final": [trainer.loss(cell, WIDTH, 2.0**best, seed) for seed in seeds],
+                "by log2 lr": {str(k): losses[0] for k, losses in found.items()},
+            }
+    transfer: Found = {}
+    for rule in config.transferred:
+        for hook in (NONE, RELATIVE):
+            cell = contender(rule, hook, 2.0 ** middles[rule])
+            middle = table[rule][hook]["log2 lr"]
+            transfer[f"{rule}, {hook}"] = {}
+            for width in config.widths:
+                seeds = range(config.width_seeds)
+                found = trainer.search(cell, width, middle, config.lrs, seeds)
+                transfer[f"{rule}, {hook}"][str(width)] = {
+                    "best": best_of(found),
+                    "vertex": vertex(found),
+                    "by log2 lr": {str(k): losses for k, losses in found.items()},
+                }
+    trainer.bar.close()
+    runs = {name: trainer.runs[name] for name in trainer.runs if name in trainer.used}
+    parameters = {
+        str(width): sum(p.numel() for p in task_of(width, config).fresh(0).parameters())
+        for width in sorted({WIDTH, *config.widths})
+    }
+    about = {"width": WIDTH, "steps": task_of(WIDTH, config).steps}
+    about |= {"hooks": {name: repr(list(hooks)) for name, hooks in HOOKS.items()}}
+    about |= {"parameters": parameters}
+    about |= {"minutes": round(sum(run["seconds"] for run in runs.values()) / 60, 1)}
+    found = {"about": about, "table": table, "transfer": transfer}
+    return {**found, "version": trainer.version, "runs": runs}
+
+
+# What is found
+
+
+def vertex(found: dict[int, list[float]]) -> float | None:
+    """Return where the parabola through the best and its neighbours has its minimum."""
+    best = best_of(found)
+    if best - 1 not in found or best + 1 not in found:
+        return None
+    low, middle, high = (mean(found[k]) for k in (best - 1, best, best + 1))
+    return best + 0.5 * (low - high) / (low - 2 * middle + high)
+
+
+def beside(cell: Found, other: Found | None) -> str:
+    """Return the mean difference of two cells' losses and its standard error."""
+    if other is None or cell is other:
+        return ""
+    pairs = [a - b for a, b in zip(cell["final"], other["final"])]
+    error = stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 1 else 0.0
+    return f"{mean(pairs):+.4f} ± {error:.4f}"
+
+
+def report(found: Found) -> str:
+    """The table, and a table of the best lr at each width."""
+    head = ["", "log2 lr", "loss", "s.d.", f"less {NONE}", f"less {OWN}"]
+    rows: list[list[str]] = [head]
+    for rule, cells in found["table"].items():
+        for hook, cell in cells.items():
+            if cell is None:
+                rows.append([f"{rule}, {hook}", "not defined", *[""] * 4])
+                continue
+            final, edge = cell["final"], " (edge)" if cell["at an edge"] else ""
+            deviation = f"{stdev(final):.4f}" if len(final) > 1 else ""
+            row = [f"{rule}, {hook}", f"{cell['log2 lr']}{edge}", f"{mean(final):.4f}"]
+            others = cells[NONE], None if hook in EVERYWHERE else cells.get(OWN)
+            rows.append([*row, deviation, *(beside(cell, other) for other in others)])
+    about = found["about"]
+    text = (
+        f"{about['parameters'][str(about['width'])]} parameters, {about['steps']} steps, "
+    )
+    text += f"{about['minutes']} minutes of one core\n\n{harness.table(rows)}"
+    for way, widths in found["transfer"].items():
+        every = sorted({int(k) for x in widths.values() for k in x["by log2 lr"]})
+        rows = [[f"{way}, width", "best log2 lr", "vertex", *map(str, every)]]
+        for width, x in widths.items():
+            vertex = "-" if x["vertex"] is None else f"{x['vertex']:.2f}"
+            losses = [x["by log2 lr"].get(str(k)) for k in every]
+            means = [which.number(mean(y) if y else None) for y in losses]
+            rows.append([width, str(x["best"]), vertex, *means])
+        text += f"\n\n{harness.table(rows)}"
+    return text
+
+
+def draw(found: Found) -> Axes:
+    """A panel of the table, a point for each seed, and a panel for each transfer."""
+    count = 1 + len(found["transfer"])
+    title = "Held-out loss with hooks, better to the left; and by lr at several widths"
+    panels = harness.axes_of(title, 1, count, figsize=(4 * count, 5))
+    table = found["table"].items()
+    names = [(rule, hook) for rule, cells in table for hook, x in cells.items() if x]
+    for row, (rule, hook) in enumerate(reversed(names)):
+        final = found["table"][rule][hook]["final"]
+        panels[0].plot(final, [row] * len(final), "o", alpha=0.4, color="tab:blue")
+        panels[0].plot(mean(final), row, "|", markersize=14, color="tab:blue")
+    panels[0].set_yticks(range(len(names)), [", ".join(x) for x in reversed(names)])
+    panels[0].set_xlabel("bits per byte")
+    for axes, (way, widths) in zip(panels[1:], found["transfer"].items()):
+        for width, x in widths.items():
+            means = {int(k): mean(losses) for k, losses in x["by log2 lr"].items()}
+            axes.plot(list(means), list(means.values()), "o-", label=f"width {width}")
+        axes.set_title(way)
+        axes.set_xlabel("log2 lr")
+        axes.legend()
+    return panels[0]
+
+
+if __name__ == "__main__":
+    harness.main(__file__, __doc__, Config, QUICK, measure, report, draw)

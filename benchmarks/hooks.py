@@ -307,7 +307,8 @@ def vertex(found: dict[int, list[float]]) -> float | None:
     if best - 1 not in found or best + 1 not in found:
         return None
     low, middle, high = (mean(found[k]) for k in (best - 1, best, best + 1))
-    return best + 0.5 * (low - high) / (low - 2 * middle + high)
+    bend = low - 2 * middle + high
+    return best + 0.5 * (low - high) / bend if bend else None
 
 
 def beside(cell: Found, other: Found | None) -> str:

@@ -13,7 +13,11 @@ The table has a row for AdamW, for Muon (hidden matrices; the rest by AdamW) and
   without a hook, at the best lr of ``none``, and only the lr of the hidden matrices is
   searched;
 * ``own lr``: the same without a hook. In these cells the hidden matrices have an lr of
-  their own, which is an advantage by itself. This row shows how large it is.
+  their own, which is an advantage by itself. This row shows how large it is;
+* ``hyperball, unit`` and ``own lr, unit``: hidden matrices start with a root mean square of
+  1 / sqrt(inputs). The GPT starts them with 0.05, or 0.025 where a layer adds to the
+  residual stream, which is a third or a sixth of that. Other rules let them grow, but
+  hyperball keeps the norm that it finds.
 
 Of a hidden matrix of this width, Muon's directions have a root mean square of 0.2
 (``adjust_lr_fn="match_rms_adamw"``). In the speed records of NanoGPT, where the floor of
@@ -27,8 +31,9 @@ are held-out, in bits per byte, after the last step. Runs with the same seed hav
 first weights and the same batches, so differences between cells are taken seed by seed.
 
 The second question is whether the best lr moves with the width. AdamW and Muon, without a
-hook and with hyperball, train models of half and twice the width over the grid. With
-hyperball the lr of the rest is the same at all widths.
+hook and with hyperball, train models of half and twice the width over the grid. Where the
+hidden matrices have an lr of their own, that of the rest is the same at all widths.
+``vertex`` is where a parabola through the best and its neighbours has its minimum.
 
 Each run is written to ``--runs FILE`` when it ends, and is not trained again if the file
 has it. The results are such a file, too.
@@ -42,8 +47,9 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 import harness
 import which
@@ -56,25 +62,47 @@ from which_optimizers import Contender
 from which_tasks import Task
 
 import optimi_func
-from optimi_func import Mixed, hidden_matrices
+from optimi_func import Mixed, hidden_matrices, hooks
 
 WIDTH, HEAD = 48, 24  # of the table's model, and of a head of attention
 NONE, OWN = "none", "own lr"
 # The rules of hidden matrices and of the rest, and log2 of the lr in the middle.
 RULES = {"AdamW": ("adamw", "adamw", -7), "Muon": ("muon", "adamw", -6)}
 RULES |= {"SOAP": ("soap", "soap", -7)}
-HOOKS: dict[str, tuple[Any, ...]] = {
-    NONE: (),
-    "cautious": (optimi_func.hooks.cautious(),),
-    "hyperball": (optimi_func.hooks.hyperball(),),
-    OWN: (),
-    "floor(2)": (optimi_func.hooks.floor(2.0),),
-    "floor(0.35)": (optimi_func.hooks.floor(0.35),),
+
+
+class Way(NamedTuple):
+    """How a row of the table trains.
+
+    Attributes:
+        hooks: Of hidden matrices, and of the rest if everywhere=True.
+        everywhere: All parameters have one lr, and not the rest that of the row `none`.
+        middle: log2 of the lr in the middle of the grid. None: the best of the row `none`.
+        unit: Hidden matrices start with a root mean square of 1 / sqrt(inputs).
+    """
+
+    hooks: tuple[Any, ...] = ()
+    everywhere: bool = False
+    middle: int | None = None
+    unit: bool = False
+
+
+BALL = (hooks.hyperball(),)
+WAYS = {
+    NONE: Way(everywhere=True),
+    "cautious": Way((hooks.cautious(),), everywhere=True),
+    "hyperball": Way(BALL, middle=-6),
+    OWN: Way(),
+    "floor(2)": Way((hooks.floor(2.0),)),
+    "floor(0.35)": Way((hooks.floor(0.35),)),
+    "hyperball, unit": Way(BALL, middle=-5, unit=True),
+    f"{OWN}, unit": Way(unit=True),
 }
-# Hooks for all parameters, which have one lr. The others are for hidden matrices.
-EVERYWHERE = (NONE, "cautious")
-# Its lr is a fraction of the norm, and has a grid of its own.
-RELATIVE, RELATIVE_MIDDLE = "hyperball", -6
+# What trains at all widths.
+TRANSFERS = {
+    "AdamW": (NONE, f"{OWN}, unit", "hyperball", "hyperball, unit"),
+    "Muon": (NONE, "hyperball, unit"),
+}
 # Seconds of a run by those of AdamW's, roughly: for the estimate alone.
 COSTS = {"AdamW": 1.0, "Muon": 1.3, "SOAP": 1.8}
 
@@ -83,11 +111,11 @@ COSTS = {"AdamW": 1.0, "Muon": 1.3, "SOAP": 1.8}
 class Config(harness.Options):
     threads: int = option(1, "of torch")
     rules: tuple[str, ...] = option(tuple(RULES), "to train, of AdamW, Muon and SOAP")
-    hooks: tuple[str, ...] = option(tuple(HOOKS), "to compare")
+    ways: tuple[str, ...] = option(tuple(WAYS), "to compare: hooks and controls")
     seeds: int = option(5, "at the best lr")
     lrs: int = option(5, "of a grid; an odd number")
     growth: int = option(4, "lrs more at each edge, at most")
-    transferred: tuple[str, ...] = option(("AdamW", "Muon"), "to train at all widths")
+    transferred: tuple[str, ...] = option(tuple(TRANSFERS), "to train at all widths")
     widths: tuple[int, ...] = option((24, 48, 96), "multiples of 24")
     width_seeds: int = option(2, "at each lr of the widths")
     shorter: int = option(1, "divides the steps")
@@ -96,7 +124,7 @@ class Config(harness.Options):
 
 
 QUICK: Found = {
-    **{"rules": ("AdamW", "Muon"), "hooks": (NONE, "cautious", "hyperball", OWN)},
+    **{"rules": ("AdamW", "Muon"), "ways": (NONE, "cautious", "hyperball", OWN)},
     **{"seeds": 2, "lrs": 3, "growth": 0, "shorter": 100, "widths": (24, 48)},
     **{"transferred": ("AdamW",), "width_seeds": 1, "runs": "outputs/hooks/quick.json"},
 }
@@ -111,36 +139,43 @@ class Hooked(Contender):
         hooks: Of the hidden matrices.
         rest_hooks: Of the rest.
         rest_lr: The lr of the rest. None: the same as that of the hidden matrices.
+        unit: Hidden matrices start with a root mean square of 1 / sqrt(inputs).
     """
 
     rest: str = "adamw"
     hooks: tuple[Any, ...] = ()
     rest_hooks: tuple[Any, ...] = ()
     rest_lr: float | None = None
+    unit: bool = False
 
     def make(self, model: nn.Module, lr: float, steps: int, compile: bool) -> Any:
         """Return the optimizer of a model."""
         del steps
+        is_hidden = hidden_matrices(model)
+        for name, p in model.named_parameters():
+            if self.unit and is_hidden(name, p):
+                p.data /= p.data.square().mean().sqrt() * math.sqrt(p.shape[1])
         hidden = getattr(optimi_func, self.pure)(lr=lr, weight_decay=0.0, hooks=self.hooks)
         rest_lr = lr if self.rest_lr is None else self.rest_lr
         of_rest = partial(getattr(optimi_func, self.rest), hooks=self.rest_hooks)
         rest = of_rest(lr=rest_lr, weight_decay=0.0)
-        part = hidden_matrices(model), hidden
+        part = is_hidden, hidden
         return Mixed(model.named_parameters(), part, rest=rest, compile=compile)
 
 
-def contender(rule: str, hook: str, rest_lr: float) -> Hooked:
+def contender(rule: str, way: str, rest_lr: float) -> Hooked:
     """Return a cell of the table: the lr of the rest counts if hidden matrices have one."""
     pure, rest, _ = RULES[rule]
-    given: dict[str, Any] = {"rest": rest, "hooks": HOOKS[hook]}
-    given |= {"rest_hooks": HOOKS[hook]} if hook in EVERYWHERE else {"rest_lr": rest_lr}
-    apart = "" if hook in EVERYWHERE else f", the rest at lr {rest_lr:g}"
-    return Hooked(f"{rule}, {hook}{apart}", pure, **given)
+    chain, everywhere, _, unit = WAYS[way]
+    given: dict[str, Any] = {"rest": rest, "hooks": chain, "unit": unit}
+    given |= {"rest_hooks": chain} if everywhere else {"rest_lr": rest_lr}
+    apart = "" if everywhere else f", the rest at lr {rest_lr:g}"
+    return Hooked(f"{rule}, {way}{apart}", pure, **given)
 
 
-def is_defined(rule: str, hook: str) -> bool:
+def is_defined(rule: str, way: str) -> bool:
     """Return False for hooks that compare signs, if a rule mixes elements."""
-    return rule == "AdamW" or not any(x.reads_gradient for x in HOOKS[hook])
+    return rule == "AdamW" or not any(x.reads_gradient for x in WAYS[way].hooks)
 
 
 def task_of(width: int, config: Config) -> Task:
@@ -218,14 +253,23 @@ def best_of(found: dict[int, list[float]]) -> int:
     return min(found, key=lambda k: mean(found[k]))
 
 
+def grid_of(way: str, best: int, config: Config) -> tuple[int, int]:
+    """Return the middle and the number of the first lrs: fewer if the best is nearby."""
+    middle = WAYS[way].middle
+    near = middle is None and way != NONE
+    return best if middle is None else middle, min(config.lrs, 3) if near else config.lrs
+
+
 def expected(config: Config) -> int:
     """Return about how many runs there are, if each grid grows by one."""
     more = config.seeds - 1 + (config.growth > 0)
-    cells = [h for rule in config.rules for h in config.hooks if is_defined(rule, h)]
-    runs = sum((3 if h not in (NONE, RELATIVE) else config.lrs) + more for h in cells)
-    grids = 2 * len(config.transferred) * (config.lrs + 1) * config.width_seeds
+    cells = [way for rule in config.rules for way in config.ways if is_defined(rule, way)]
+    runs = sum(grid_of(way, 0, config)[1] + more for way in cells)
+    grids = sum(
+        way in config.ways for rule in config.transferred for way in TRANSFERS[rule]
+    )
     # The table has the runs of one seed at one width.
-    return runs + grids * len(config.widths) - grids // config.width_seeds
+    return runs + grids * (config.lrs + 1) * (len(config.widths) * config.width_seeds - 1)
 
 
 def estimated(config: Config, seconds: float) -> float:
@@ -237,49 +281,46 @@ def estimated(config: Config, seconds: float) -> float:
 
 def measure(config: Config) -> Found:
     """Train all cells of the table, and then the widths."""
-    if NONE not in config.hooks:
-        raise SystemExit(f"--hooks lack {NONE!r}, whose lr the rest of a model has")
-    trainer, middles = Trainer(config), {rule: RULES[rule][2] for rule in config.rules}
-    began = time.process_time()
-    trainer.loss(contender(config.rules[0], NONE, 0.0), WIDTH, 2.0**-7, 0)
+    if NONE not in config.ways:
+        raise SystemExit(f"--ways lack {NONE!r}, whose lr the rest of a model has")
+    trainer, bests = Trainer(config), {rule: RULES[rule][2] for rule in config.rules}
+    first = config.rules[0]
+    cell, began = contender(first, NONE, 0.0), time.process_time()
+    trainer.loss(cell, WIDTH, 2.0 ** bests[first], 0)
     if (seconds := time.process_time() - began) > 0.1:
-        total = estimated(config, seconds) / 60
         trainer.bar.write(
             f"A run takes {seconds:.1f} s of one core, and about {expected(config)} runs "
-            f"take {total:.0f} minutes"
+            f"take {estimated(config, seconds) / 60:.0f} minutes"
         )
     table: Found = {rule: {} for rule in config.rules}
-    # The hooks in turn, so that a part of the table says something.
-    for hook in config.hooks:
-        for rule in config.rules:
-            if not is_defined(rule, hook):
-                table[rule][hook] = None
-                continue
-            rest = 2.0 ** middles[rule]
-            cell = contender(rule, hook, rest)
-            near = hook not in (NONE, RELATIVE)
-            middle = RELATIVE_MIDDLE if hook == RELATIVE else middles[rule]
-            found = trainer.search(cell, WIDTH, middle, 3 if near else config.lrs)
-            best = best_of(found)
-            middles[rule] = best if hook == NONE else middles[rule]
-            seeds = range(config.seeds)
-            table[rule][hook] = {
-                "log2 lr": best,
-                "at an edge": best in (min(found), max(found)),
-                "rest lr": None if hook in EVERYWHERE else rest,
-                "final": [trainer.loss(cell, WIDTH, 2.0**best, seed) for seed in seeds],
-                "by log2 lr": {str(k): losses[0] for k, losses in found.items()},
-            }
+    # All rules in turn, so that a part of the table says something.
+    for way, rule in product(config.ways, config.rules):
+        if not is_defined(rule, way):
+            table[rule][way] = None
+            continue
+        rest = 2.0 ** bests[rule]
+        cell = contender(rule, way, rest)
+        found = trainer.search(cell, WIDTH, *grid_of(way, bests[rule], config))
+        best = best_of(found)
+        bests[rule] = best if way == NONE else bests[rule]
+        seeds = range(config.seeds)
+        table[rule][way] = {
+            "log2 lr": best,
+            "at an edge": best in (min(found), max(found)),
+            "rest lr": None if WAYS[way].everywhere else rest,
+            "final": [trainer.loss(cell, WIDTH, 2.0**best, seed) for seed in seeds],
+            "by log2 lr": {str(k): losses[0] for k, losses in found.items()},
+        }
     transfer: Found = {}
     for rule in config.transferred:
-        for hook in (NONE, RELATIVE):
-            cell = contender(rule, hook, 2.0 ** middles[rule])
-            middle = table[rule][hook]["log2 lr"]
-            transfer[f"{rule}, {hook}"] = {}
+        for way in filter(config.ways.__contains__, TRANSFERS[rule]):
+            cell = contender(rule, way, 2.0 ** bests[rule])
+            middle = table[rule][way]["log2 lr"]
+            transfer[f"{rule}, {way}"] = {}
             for width in config.widths:
                 seeds = range(config.width_seeds)
                 found = trainer.search(cell, width, middle, config.lrs, seeds)
-                transfer[f"{rule}, {hook}"][str(width)] = {
+                transfer[f"{rule}, {way}"][str(width)] = {
                     "best": best_of(found),
                     "vertex": vertex(found),
                     "by log2 lr": {str(k): losses for k, losses in found.items()},
@@ -291,7 +332,7 @@ def measure(config: Config) -> Found:
         for width in sorted({WIDTH, *config.widths})
     }
     about = {"width": WIDTH, "steps": task_of(WIDTH, config).steps}
-    about |= {"hooks": {name: repr(list(hooks)) for name, hooks in HOOKS.items()}}
+    about |= {"ways": {name: repr(way) for name, way in WAYS.items()}}
     about |= {"parameters": parameters}
     about |= {"minutes": round(sum(run["seconds"] for run in runs.values()) / 60, 1)}
     found = {"about": about, "table": table, "transfer": transfer}
@@ -325,14 +366,15 @@ def report(found: Found) -> str:
     head = ["", "log2 lr", "loss", "s.d.", f"less {NONE}", f"less {OWN}"]
     rows: list[list[str]] = [head]
     for rule, cells in found["table"].items():
-        for hook, cell in cells.items():
+        for way, cell in cells.items():
             if cell is None:
-                rows.append([f"{rule}, {hook}", "not defined", *[""] * 4])
+                rows.append([f"{rule}, {way}", "not defined", *[""] * 4])
                 continue
             final, edge = cell["final"], " (edge)" if cell["at an edge"] else ""
             deviation = f"{stdev(final):.4f}" if len(final) > 1 else ""
-            row = [f"{rule}, {hook}", f"{cell['log2 lr']}{edge}", f"{mean(final):.4f}"]
-            others = cells[NONE], None if hook in EVERYWHERE else cells.get(OWN)
+            row = [f"{rule}, {way}", f"{cell['log2 lr']}{edge}", f"{mean(final):.4f}"]
+            own = cells.get(f"{OWN}, unit" if WAYS[way].unit else OWN)
+            others = cells[NONE], None if WAYS[way].everywhere else own
             rows.append([*row, deviation, *(beside(cell, other) for other in others)])
     about = found["about"]
     text = (
@@ -357,9 +399,9 @@ def draw(found: Found) -> Axes:
     title = "Held-out loss with hooks, better to the left; and by lr at several widths"
     panels = harness.axes_of(title, 1, count, figsize=(4 * count, 5))
     table = found["table"].items()
-    names = [(rule, hook) for rule, cells in table for hook, x in cells.items() if x]
-    for row, (rule, hook) in enumerate(reversed(names)):
-        final = found["table"][rule][hook]["final"]
+    names = [(rule, way) for rule, cells in table for way, x in cells.items() if x]
+    for row, (rule, way) in enumerate(reversed(names)):
+        final = found["table"][rule][way]["final"]
         panels[0].plot(final, [row] * len(final), "o", alpha=0.4, color="tab:blue")
         panels[0].plot(mean(final), row, "|", markersize=14, color="tab:blue")
     panels[0].set_yticks(range(len(names)), [", ".join(x) for x in reversed(names)])

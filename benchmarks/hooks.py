@@ -26,9 +26,10 @@ our units. A floor that is never reached changes nothing, and its losses are tho
 ``own lr``.
 
 Each cell has a grid of lrs with factors of 2, which grows as long as the best lr is at an
-edge. The best lr is selected with seed 0, and is then trained with the other seeds. Losses
-are held-out, in bits per byte, after the last step. Runs with the same seed have the same
-first weights and the same batches, so differences between cells are taken seed by seed.
+edge, and gets the half steps beside the best. The best lr is selected with seed 0, and is
+then trained with the other seeds. The lr of the rest is a whole step. Losses are held-out,
+in bits per byte, after the last step. Runs with the same seed have the same first weights
+and the same batches, so differences between cells are taken seed by seed.
 
 The second question is whether the best lr moves with the width. AdamW and Muon, without a
 hook and with hyperball, train models of half and twice the width over the grid. Where the
@@ -67,8 +68,13 @@ from optimi_func import Mixed, hidden_matrices, hooks
 WIDTH, HEAD = 48, 24  # of the table's model, and of a head of attention
 NONE, OWN = "none", "own lr"
 # The rules of hidden matrices and of the rest, and log2 of the lr in the middle.
-RULES = {"AdamW": ("adamw", "adamw", -7), "Muon": ("muon", "adamw", -6)}
-RULES |= {"SOAP": ("soap", "soap", -7)}
+RULES = {
+    "AdamW": ("adamw", "adamw", -7),
+    "Muon": ("muon", "adamw", -6),
+    "SOAP": ("soap", "soap", -7),
+}
+# The losses of each seed by log2 of the lr.
+Grid = dict[float, list[float]]
 
 
 class Way(NamedTuple):
@@ -115,6 +121,7 @@ class Config(harness.Options):
     seeds: int = option(5, "at the best lr")
     lrs: int = option(5, "of a grid; an odd number")
     growth: int = option(4, "lrs more at each edge, at most")
+    finer: bool = option(True, "the grid, by half a step beside the best")
     transferred: tuple[str, ...] = option(tuple(TRANSFERS), "to train at all widths")
     widths: tuple[int, ...] = option((24, 48, 96), "multiples of 24")
     width_seeds: int = option(2, "at each lr of the widths")
@@ -125,8 +132,9 @@ class Config(harness.Options):
 
 QUICK: Found = {
     **{"rules": ("AdamW", "Muon"), "ways": (NONE, "cautious", "hyperball", OWN)},
-    **{"seeds": 2, "lrs": 3, "growth": 0, "shorter": 100, "widths": (24, 48)},
-    **{"transferred": ("AdamW",), "width_seeds": 1, "runs": "outputs/hooks/quick.json"},
+    **{"seeds": 2, "lrs": 3, "growth": 0, "finer": False, "shorter": 100},
+    **{"transferred": ("AdamW",), "widths": (24, 48), "width_seeds": 1},
+    "runs": "outputs/hooks/quick.json",
 }
 
 
@@ -232,25 +240,32 @@ class Trainer:
 
     def search(
         self, cell: Hooked, width: int, middle: int, lrs: int, seeds: Iterable[int] = (0,)
-    ) -> dict[int, list[float]]:
-        """Return the losses of each seed by log2 of the lr, of a grid that may grow."""
-
-        def at(k: int) -> list[float]:
-            return [self.loss(cell, width, 2.0**k, seed) for seed in seeds]
-
+    ) -> Grid:
+        """Train a grid, which may grow."""
         half = lrs // 2
-        found = {k: at(k) for k in range(middle - half, middle + half + 1)}
+        found: Grid = {}
+
+        def add(*places: float) -> None:
+            for k in places:
+                if k not in found:
+                    found[k] = [self.loss(cell, width, 2.0**k, seed) for seed in seeds]
+
+        add(*range(middle - half, middle + half + 1))
         for _ in range(self.config.growth):
-            best = best_of(found)
-            edges = [k for k in (best - 1, best + 1) if k not in found]
-            found |= {k: at(k) for k in edges}
-            found = dict(sorted(found.items()))
-        return found
+            add(best_of(found) - 1, best_of(found) + 1)
+        return dict(sorted(found.items()))
+
+    def refined(self, cell: Hooked, width: int, grid: Grid) -> Grid:
+        """Return a grid with the half steps beside its best."""
+        best = best_of(grid)
+        halves = (best - 0.5, best + 0.5) if self.config.finer else ()
+        more = {k: [self.loss(cell, width, 2.0**k, 0)] for k in halves}
+        return dict(sorted((grid | more).items()))
 
 
-def best_of(found: dict[int, list[float]]) -> int:
+def best_of(grid: Grid) -> float:
     """Return log2 of the lr with the least mean loss."""
-    return min(found, key=lambda k: mean(found[k]))
+    return min(grid, key=lambda k: mean(grid[k]))
 
 
 def grid_of(way: str, best: int, config: Config) -> tuple[int, int]:
@@ -262,12 +277,11 @@ def grid_of(way: str, best: int, config: Config) -> tuple[int, int]:
 
 def expected(config: Config) -> int:
     """Return about how many runs there are, if each grid grows by one."""
-    more = config.seeds - 1 + (config.growth > 0)
+    more = config.seeds - 1 + (config.growth > 0) + 2 * config.finer
     cells = [way for rule in config.rules for way in config.ways if is_defined(rule, way)]
     runs = sum(grid_of(way, 0, config)[1] + more for way in cells)
-    grids = sum(
-        way in config.ways for rule in config.transferred for way in TRANSFERS[rule]
-    )
+    transferred = [way for rule in config.transferred for way in TRANSFERS[rule]]
+    grids = sum(way in config.ways for way in transferred)
     # The table has the runs of one seed at one width.
     return runs + grids * (config.lrs + 1) * (len(config.widths) * config.width_seeds - 1)
 
@@ -283,10 +297,10 @@ def measure(config: Config) -> Found:
     """Train all cells of the table, and then the widths."""
     if NONE not in config.ways:
         raise SystemExit(f"--ways lack {NONE!r}, whose lr the rest of a model has")
-    trainer, bests = Trainer(config), {rule: RULES[rule][2] for rule in config.rules}
+    trainer, middles = Trainer(config), {rule: RULES[rule][2] for rule in config.rules}
     first = config.rules[0]
     cell, began = contender(first, NONE, 0.0), time.process_time()
-    trainer.loss(cell, WIDTH, 2.0 ** bests[first], 0)
+    trainer.loss(cell, WIDTH, 2.0 ** middles[first], 0)
     if (seconds := time.process_time() - began) > 0.1:
         trainer.bar.write(
             f"A run takes {seconds:.1f} s of one core, and about {expected(config)} runs "
@@ -298,32 +312,34 @@ def measure(config: Config) -> Found:
         if not is_defined(rule, way):
             table[rule][way] = None
             continue
-        rest = 2.0 ** bests[rule]
+        rest = 2.0 ** middles[rule]
         cell = contender(rule, way, rest)
-        found = trainer.search(cell, WIDTH, *grid_of(way, bests[rule], config))
-        best = best_of(found)
-        bests[rule] = best if way == NONE else bests[rule]
-        seeds = range(config.seeds)
+        grid = trainer.search(cell, WIDTH, *grid_of(way, middles[rule], config))
+        middle = int(best_of(grid))
+        middles[rule] = middle if way == NONE else middles[rule]
+        grid = trainer.refined(cell, WIDTH, grid)
+        best, seeds = best_of(grid), range(config.seeds)
         table[rule][way] = {
             "log2 lr": best,
-            "at an edge": best in (min(found), max(found)),
+            "of whole steps": middle,
+            "at an edge": best in (min(grid), max(grid)),
             "rest lr": None if WAYS[way].everywhere else rest,
             "final": [trainer.loss(cell, WIDTH, 2.0**best, seed) for seed in seeds],
-            "by log2 lr": {str(k): losses[0] for k, losses in found.items()},
+            "by log2 lr": {f"{k:g}": losses[0] for k, losses in grid.items()},
         }
     transfer: Found = {}
     for rule in config.transferred:
         for way in filter(config.ways.__contains__, TRANSFERS[rule]):
-            cell = contender(rule, way, 2.0 ** bests[rule])
-            middle = table[rule][way]["log2 lr"]
+            cell = contender(rule, way, 2.0 ** middles[rule])
+            middle = table[rule][way]["of whole steps"]
             transfer[f"{rule}, {way}"] = {}
             for width in config.widths:
                 seeds = range(config.width_seeds)
-                found = trainer.search(cell, width, middle, config.lrs, seeds)
+                grid = trainer.search(cell, width, middle, config.lrs, seeds)
                 transfer[f"{rule}, {way}"][str(width)] = {
-                    "best": best_of(found),
-                    "vertex": vertex(found),
-                    "by log2 lr": {str(k): losses for k, losses in found.items()},
+                    "best": best_of(grid),
+                    "vertex": vertex(grid),
+                    "by log2 lr": {f"{k:g}": losses for k, losses in grid.items()},
                 }
     trainer.bar.close()
     runs = {name: trainer.runs[name] for name in trainer.runs if name in trainer.used}
@@ -342,12 +358,12 @@ def measure(config: Config) -> Found:
 # What is found
 
 
-def vertex(found: dict[int, list[float]]) -> float | None:
+def vertex(grid: Grid) -> float | None:
     """Return where the parabola through the best and its neighbours has its minimum."""
-    best = best_of(found)
-    if best - 1 not in found or best + 1 not in found:
+    best = best_of(grid)
+    if best - 1 not in grid or best + 1 not in grid:
         return None
-    low, middle, high = (mean(found[k]) for k in (best - 1, best, best + 1))
+    low, middle, high = (mean(grid[k]) for k in (best - 1, best, best + 1))
     bend = low - 2 * middle + high
     return best + 0.5 * (low - high) / bend if bend else None
 
@@ -372,15 +388,13 @@ def report(found: Found) -> str:
                 continue
             final, edge = cell["final"], " (edge)" if cell["at an edge"] else ""
             deviation = f"{stdev(final):.4f}" if len(final) > 1 else ""
-            row = [f"{rule}, {way}", f"{cell['log2 lr']}{edge}", f"{mean(final):.4f}"]
+            row = [f"{rule}, {way}", f"{cell['log2 lr']:g}{edge}", f"{mean(final):.4f}"]
             own = cells.get(f"{OWN}, unit" if WAYS[way].unit else OWN)
             others = cells[NONE], None if WAYS[way].everywhere else own
             rows.append([*row, deviation, *(beside(cell, other) for other in others)])
     about = found["about"]
-    text = (
-        f"{about['parameters'][str(about['width'])]} parameters, {about['steps']} steps, "
-    )
-    text += f"{about['minutes']} minutes of one core\n\n{harness.table(rows)}"
+    text = f"{about['parameters'][str(about['width'])]} parameters, {about['steps']} steps"
+    text += f", {about['minutes']} minutes of one core\n\n{harness.table(rows)}"
     for way, widths in found["transfer"].items():
         every = sorted({int(k) for x in widths.values() for k in x["by log2 lr"]})
         rows = [[f"{way}, width", "best log2 lr", "vertex", *map(str, every)]]
@@ -388,7 +402,7 @@ def report(found: Found) -> str:
             vertex = "-" if x["vertex"] is None else f"{x['vertex']:.2f}"
             losses = [x["by log2 lr"].get(str(k)) for k in every]
             means = [which.number(mean(y) if y else None) for y in losses]
-            rows.append([width, str(x["best"]), vertex, *means])
+            rows.append([width, f"{x['best']:g}", vertex, *means])
         text += f"\n\n{harness.table(rows)}"
     return text
 
@@ -408,7 +422,7 @@ def draw(found: Found) -> Axes:
     panels[0].set_xlabel("bits per byte")
     for axes, (way, widths) in zip(panels[1:], found["transfer"].items()):
         for width, x in widths.items():
-            means = {int(k): mean(losses) for k, losses in x["by log2 lr"].items()}
+            means = {float(k): mean(losses) for k, losses in x["by log2 lr"].items()}
             axes.plot(list(means), list(means.values()), "o-", label=f"width {width}")
         axes.set_title(way)
         axes.set_xlabel("log2 lr")

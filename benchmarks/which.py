@@ -107,9 +107,9 @@ def named(config: Config) -> tuple[dict[str, Task], dict[str, Contender]]:
 # Training
 
 
-def evaluated_at(steps: int) -> set[int]:
+def evaluated_at(steps: int, times: int = EVALUATIONS) -> set[int]:
     """Return the steps after which the held-out loss is taken."""
-    return {round(steps * (i + 1) / EVALUATIONS) for i in range(EVALUATIONS)}
+    return {round(steps * (i + 1) / times) for i in range(times)}
 
 
 def wide_call(model: nn.Module, x: Tensor) -> Tensor:
@@ -121,22 +121,29 @@ def wide_call(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def alone(
-    task: Task, contender: Contender, lr: float, seed: int, compile: bool
+    task: Task,
+    contender: Contender,
+    lr: float,
+    seed: int,
+    compile: bool,
+    evaluations: int = EVALUATIONS,
 ) -> list[float]:
     """Train one model with the class, and return its held-out losses."""
     model = task.fresh(seed)
     optimizer = contender.make(model, lr, task.steps, compile)
+    # A contender may give its groups other lrs.
+    lrs = [group["lr"] for group in optimizer.param_groups]
     generator, held_out = torch.Generator().manual_seed(seed), task.held_out()
     evaluated = hasattr(optimizer, "eval")
     losses: list[float] = []
     for step in range(task.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = lr * contender.factor(step, task.steps)
+        for group, own in zip(optimizer.param_groups, lrs):
+            group["lr"] = own * contender.factor(step, task.steps)
         x, y = task.batch(generator)
         task.loss(wide_call(model, x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step + 1 in evaluated_at(task.steps):
+        if step + 1 in evaluated_at(task.steps, evaluations):
             if evaluated:
                 optimizer.eval()
             with torch.no_grad():

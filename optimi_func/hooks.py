@@ -20,6 +20,7 @@ a * d + b * x.
 >>> @hooks.hook
 ... class trust_ratio(NamedTuple):
 ...     most: float = 10.0
+...
 ...     def scale(self, n, lr):
 ...         return (n.xx / n.dd).sqrt().clamp_max(self.most)
 >>> w = torch.tensor([3.0, 4.0], requires_grad=True)

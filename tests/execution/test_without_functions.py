@@ -15,6 +15,7 @@ from torch import Tensor
 
 import optimi_func
 from optimi_func import Storage, adamw, compiled, prepare_for_gradient_release
+from optimi_func.core import checks
 from optimi_func.core.rule import Scalars
 from optimi_func.execution import codecs, cpp, kernels
 from optimi_func.execution.kernels import KernelKey, _without_lists, has_list_kernels
@@ -44,8 +45,9 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     monkeypatch.setattr(cpp, "_load", found)
     for name, x in ("_functions", []), ("_errors", []), ("_again", Event()):
         monkeypatch.setattr(cpp, name, x)
-    for name, x in ("_kernels", {}), ("_other_code", []), ("_said", set()):
+    for name, x in ("_kernels", {}), ("_other_code", []):
         monkeypatch.setattr(kernels, name, x)
+    monkeypatch.setattr(checks, "_said", set())
     return found
 
 

@@ -197,7 +197,8 @@ class radial_brake(NamedTuple):
     >>> from optimi_func import SGD
     >>> w = torch.tensor([3.0, 4.0], requires_grad=True)
     >>> optimizer = SGD([w], lr=1.0, hooks=[radial_brake(0.5)], compile=False)
-    >>> optimizer.step((-3 * w[0] - 4 * w[1]).backward)  # from 5 to 10 without the brake
+    >>> loss = -3 * w[0] - 4 * w[1]
+    >>> optimizer.step(loss.backward)  # from 5 to 10 without the brake
     >>> w.detach().norm()
     tensor(7.5000)
     """

@@ -113,7 +113,7 @@ def hook(cls: type[T]) -> type[T]:
     kind.__eq__ = lambda a, b: type(a) is type(b) and tuple.__eq__(a, b)
     kind.__ne__ = lambda a, b: not a == b
     kind.__hash__ = lambda a: hash((cls, *a))
-    kind.scales = methods == ["scale"]
+    kind.scales, kind.decorated = methods == ["scale"], kind
     usual = {"means": 0, "sized": False, "keeps_norms": False, "over": TENSOR}
     usual |= {"bounds": {}, "reads_gradient": not kind.scales}
     for name, x in usual.items():
@@ -131,14 +131,14 @@ def hook(cls: type[T]) -> type[T]:
             return x if known else x._replace(over=Reduction(x.over))
 
         kind.__new__ = new
-        kind._replace = lambda own, **more: kind(**(own._asdict() | more))
+        kind._replace = lambda own, **more: type(own)(**(own._asdict() | more))
     KINDS[f"{cls.__module__}.{kind.__qualname__}"] = kind
     return cls
 
 
 def is_hook(x: object) -> bool:
-    """Return True for an instance of a class that `hook` decorates."""
-    return isinstance(x, tuple) and hasattr(x, "reads_gradient")
+    """Return True for an instance of a class that `hook` decorates, not of a subclass."""
+    return isinstance(x, tuple) and getattr(x, "decorated", None) is type(x)
 
 
 def plain(x: Any) -> tuple[Any, ...]:
@@ -165,7 +165,7 @@ def checked(owner: str, hooks: Any) -> Sequence[Any]:
     if not isinstance(hooks, tuple) or not all(map(is_hook, hooks)):
         raise TypeError(
             f"{owner} got hooks={hooks!r}: allowed is a list of hooks, such as "
-            "[optimi_func.hooks.floor(0.35)]"
+            "[optimi_func.hooks.floor(0.35)], whose classes are decorated by hooks.hook"
         )
     return hooks
 

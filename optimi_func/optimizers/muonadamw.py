@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from optimi_func.classes.groups import by_pattern, param_groups_by_name
 from optimi_func.classes.options import with_options
 from optimi_func.core.checks import check_number
+from optimi_func.core.hooks import checked
 from optimi_func.core.layout import as_layout, sides
 from optimi_func.core.lists import grouped
 from optimi_func.core.rule import Options
@@ -203,6 +204,7 @@ def MuonAdamW(  # noqa: D417
     second_lr = lr if adamw_lr is None else adamw_lr
     decay = weight_decay if adamw_weight_decay is None else adamw_weight_decay
     # Of each kind: see `_kinds`.
+    hooks, adamw_hooks = (checked("MuonAdamW", x) for x in (hooks, adamw_hooks))
     own_decay = 0.0 if hyperball or any([x.keeps_norms for x in hooks]) else weight_decay
     decay = 0.0 if any([x.keeps_norms for x in adamw_hooks]) else decay
     rules = [(partial(matrices, **own, **shared), lr, own_decay)]

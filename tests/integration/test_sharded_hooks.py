@@ -85,21 +85,22 @@ def test_compiled_steps_of_shards() -> None:
     compare({"compile": True}, CASES)
 
 
-def pair(number: float) -> tuple[Any, Any]:
+def pair(number: Any) -> tuple[Any, Any]:
     model, hooks = Net(), [cautious(), floor(number), radial_brake(0.3)]
-    return model, AdamW(model.parameters(), lr=0.05, hooks=hooks, **EAGER)
+    return model, AdamW(model.parameters(), lr=0.05, hooks=hooks, capturable=True, **EAGER)
 
 
 CHOICES: list[Any] = [{}, {"flatten_optimizer_state_dict": True}]
 CHOICES += [{"full_state_dict": True}, {"cpu_offload": True}]
 
 
+@pytest.mark.parametrize("number", [0.9, torch.tensor(0.9)], ids=["float", "tensor"])
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_state_dicts_of_torchs_functions_have_the_hooks(
-    choice: Any, one_process: Any
+def test_torchs_state_dicts_have_the_hooks(
+    choice: Any, number: Any, one_process: None
 ) -> None:
     how = sd.StateDictOptions(**choice)
-    (model, optimizer), (other, resumed) = pair(0.9), pair(0.1)
+    (model, optimizer), (other, resumed) = pair(number), pair(0.1)
     train(model, optimizer, range(2), batch)
     kept = sd.get_optimizer_state_dict(model, optimizer, options=how)
     sd.set_optimizer_state_dict(other, resumed, kept, options=how)

@@ -111,7 +111,7 @@ def untried(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cls.pure, "_made", {})  # type: ignore[attr-defined]
     monkeypatch.setattr(program, "_programs", type(program._programs)())
     monkeypatch.setattr(storage, "_known", type(storage._known)())
-    codecs._is_exact.cache_clear()
+    monkeypatch.setattr(codecs, "_exact", {})
     guards._guards_work.cache_clear()
 
 

@@ -156,7 +156,7 @@ def code_of(name: str, dtype: torch.dtype) -> list[str]:
     numbers = Packed(Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0)))
     dtypes = (dtype, *(x.dtype for x in flat_leaf(leaf)))
     rule, options = optimizer.rule, (numbers.statics, True, True, dtypes, p.device)
-    measures = [0, None] if rule.measure else [None]
+    measures = [0, None] if rule.measure or rule.after_means else [None]
     keys = [KernelKey(rule, *options, part) for part in measures]
     with patch.dict(os.environ, {store.VARIABLE: "0"}):  # what is kept has no code
         _, code = run_and_get_code(lambda: [kernel(key, numbers.scalars) for key in keys])

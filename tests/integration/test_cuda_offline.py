@@ -21,6 +21,7 @@ import optimi_func
 from optimi_func.core.hooks import keyed
 from optimi_func.core.leaf import (
     compute_dtype,
+    count_beforehand,
     count_means,
     init_leaf,
     leaf_step,
@@ -144,8 +145,10 @@ def stepped(made: Made, n: int, build: int) -> tuple[list[Tensor], dict[KernelKe
     keys = list(made.programs)
     packed = Packed(scalars(made.case, T))
     numbers = packed.tensor(compute_dtype(*keys[0].dtypes), torch.device("cpu"))
-    count = sum(count_means(made.rule, packed.scalars.rates))
-    numbers = torch.cat([numbers, numbers.new_zeros(count)])
+    rates = packed.scalars.rates
+    before, count = count_beforehand(made.rule, rates), sum(count_means(made.rule, rates))
+    known = [float(n)] * before + [0.0] * count
+    numbers = torch.cat([numbers, numbers.new_tensor(known)])
     runs = {
         key: made.programs[key].run([numbers, *tensors], build) for key in made.programs
     }

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from optimi_func.classes.evaluation import Evaluated
 from optimi_func.core.checks import check_number
+from optimi_func.core.hooks import restored
 from optimi_func.core.rule import Scalar
 from optimi_func.optimizers.radam import rectification
 from optimi_func.rules import (
@@ -112,7 +113,7 @@ class ScheduleFreeOptimizer(Evaluated, Body):
     def check(self: Any) -> None:
         # If it were 0, x could not be computed from y.
         check_number("beta1 parameter", "betas[0]", self.share(), above=0.0, below=1.0)
-        if self.cautious or any([x.reads_gradient for x in self.hooks]):
+        if self.cautious or any([x.reads_gradient for x in map(restored, self.hooks)]):
             raise ValueError(
                 "cautious=True with a direction that always has the gradient's sign, so "
                 "that there is nothing to leave out. Allowed is cautious=False"

@@ -530,3 +530,13 @@ def test_a_hook_that_reads_a_float_is_compiled(monkeypatch: Any) -> None:
     """As a number, not as an argument that no list of tensors has."""
     monkeypatch.setattr(kernels, "_other_code", [])  # no later test is told
     trained("own", *drawn("own"), [turned()], compile=True)
+
+
+def test_schedule_free_loads_hooks() -> None:
+    """Its own check reads the hooks as a state dict has them."""
+    ends: list[Any] = []
+    for _ in range(2):
+        p = nn.Parameter(torch.ones(3, 2))
+        ends.append(optimi_func.ScheduleFreeAdamW([p], lr=0.1, hooks=[floor()], **EAGER))
+    ends[1].load_state_dict(ends[0].state_dict())
+    assert ends[1].param_groups[0]["hooks"] == (floor(),)

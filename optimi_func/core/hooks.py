@@ -278,18 +278,18 @@ def _scaled(hook: Any, d: Tensor, x: Tensor, lr: Scalar, dims: list[int]) -> Ten
     return _with_factors(d, x, Norms(*means, numel=numel), hook, lr)[0]
 
 
-def with_hooks(rule: Rule, kinds: tuple[tuple[str, Reduction], ...]) -> Rule:
+def with_hooks(rule: Rule, first: Sequence[Any]) -> Rule:
     """Return a rule whose map also applies its first hooks, of which some are over parts.
 
-    `kinds` has the key and the reduction of each of them. The numbers of hooks are those of
-    a step, and arrive in its `Rates`. It is the same rule for equal arguments, so that
-    steps share kernels, except while torch.compile traces, which warns of caches.
+    The hooks themselves arrive in the `Rates` of a step, so that all rules with as many
+    hooks are one, and steps share kernels. While torch.compile traces, which warns of
+    caches, each call returns another rule.
     """
     make = _with_hooks if torch.compiler.is_compiling() else _kept
-    return make(rule, kinds)
+    return make(rule, len(first), TENSOR in [x.over for x in first])
 
 
-def _with_hooks(rule: Rule, kinds: tuple[tuple[str, Reduction], ...]) -> Rule:
+def _with_hooks(rule: Rule, count: int, joins: bool) -> Rule:
     inner = rule.whole or Whole(lambda d, read, fields, c, r: (d, fields), by_matrix=True)
     reads = inner.reads if "x" in inner.reads else (*inner.reads, "x")
 
@@ -297,12 +297,12 @@ def _with_hooks(rule: Rule, kinds: tuple[tuple[str, Reduction], ...]) -> Rule:
         d: Tensor, read: tuple[Tensor, ...], fields: tuple[Tensor, ...], c: Any, r: Rates
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         d, fields = inner.map(d, read[: len(inner.reads)], fields, c, r)
-        for (_, now), (_, part) in zip(r.hooks, kinds):
-            d = part.scaled(now, d, read[reads.index("x")], r.lr, inner.layout)
+        for _, now in r.hooks[:count]:
+            d = now.over.scaled(now, d, read[reads.index("x")], r.lr, inner.layout)
         return d, fields
 
-    alone = inner.by_matrix and TENSOR not in [part for _, part in kinds]
-    how = {"digest": "", "reads": reads, "by_matrix": alone, "hooks": len(kinds)}
+    alone = inner.by_matrix and not joins  # a norm of the tensor needs all its matrices
+    how = {"digest": "", "reads": reads, "by_matrix": alone, "hooks": count}
     return replace(rule, whole=inner._replace(map=mapped, **how))
 
 

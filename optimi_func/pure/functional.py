@@ -188,7 +188,7 @@ class FunctionalOptimizer(Kept):
         if not (count := count_mapped(every)):
             return rule
         check_hooks(type(self).__name__, rule, every)
-        return with_hooks(rule, tuple([(x.key, x.over) for x in every[:count]]))
+        return with_hooks(rule, every[:count])
 
     @derived
     def init_numbers(self) -> Numbers:

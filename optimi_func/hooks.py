@@ -71,7 +71,6 @@ class cautious(NamedTuple):
     tensor([0.8000, 1.0000])
     """
 
-    means = 1
     reads_gradient = True
 
     def update(

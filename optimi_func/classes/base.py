@@ -54,7 +54,7 @@ from optimi_func.core.lists import grouped
 from optimi_func.core.owners import Holders, agree, holders_of
 from optimi_func.core.packed import flatten, is_capturing
 from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Named, Scalar, StorageLike
-from optimi_func.core.storage import group_storage
+from optimi_func.core.storage import PARAM, group_storage
 from optimi_func.core.torch_private import (
     between_graphs,
     has_memory,
@@ -499,7 +499,7 @@ class BaseOptimizer(Fields, Checkpoints):
         if any_distributed(grads):
             # Raises, because their parameters are none.
             aligned(partial(self.path_of, work.group), work.params, grads)
-        for p, part, g in zip(work.params, step.columns.own[0], grads):
+        for p, part, g in zip(work.params, step.columns.own[PARAM], grads):
             checks.check_grad(self.path_of(work.group, p), part, g)
 
     def _new_plan(
@@ -558,13 +558,13 @@ class BaseOptimizer(Fields, Checkpoints):
             running = running_scalars(self, bound, work.group, new, device)
             counts = [(step, running) for step, _ in counts]
         scalars, after = scalars_after(bound, counts, plan.coded)
-        inputs: list[list[Any]] = []
+        inputs: dict[str, list[Any]] = {}
         if plan.rounds and request.write:
             inputs = rounding_bits(self, work.group, params, counts, at)
         if bound.rule.given:
             rows = bound, params, scalars, counts, at
             scalars, at, extras = with_extras(self, request.extras, *rows)
-            inputs = extras + inputs
+            inputs = extras | inputs
         if inputs:
             columns = columns._replace(given=inputs)
         packed, at = pack(bound.rule, scalars, at, work.batches, request.write)

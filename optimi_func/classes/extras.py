@@ -18,7 +18,7 @@ from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.pairs import as_real_for
 from optimi_func.core.philox import Noise
 from optimi_func.core.rule import Rule, Scalar, Scalars
-from optimi_func.core.storage import group_storage, seed_of
+from optimi_func.core.storage import BITS, group_storage, seed_of
 from optimi_func.state.convert import Group
 
 if TYPE_CHECKING:
@@ -98,16 +98,16 @@ def with_extras(
     scalars: list[Scalars],
     counts: Sequence[tuple[Scalar, Sequence[Scalar]]],
     at: list[int],
-) -> tuple[list[Scalars], list[int], list[list[Any]]]:
+) -> tuple[list[Scalars], list[int], dict[str, list[Any]]]:
     """Return scalars and their places with the numbers that a rule is given besides.
 
-    The third result are the columns of tensors that it is given.
+    The third result are the columns of tensors that it is given, by name.
     """
-    rule, columns = bound.rule, list[list[Any]]()
+    rule, columns = bound.rule, dict[str, list[Any]]()
     for name in rule.extras:
         if name in rule.usual and name not in extras:
             usual = torch.tensor(rule.usual[name], dtype=torch.float64, device="cpu")
-            columns.append([usual] * len(params))
+            columns[name] = [usual] * len(params)
             continue
         for p in params:
             if p not in extras.get(name, ()):
@@ -116,24 +116,27 @@ def with_extras(
                     f"nothing was given as {name} of {where}: allowed is to call "
                     f"optimizer.give({name}=...) before the backward"
                 )
-        columns.append([extras[name][p] for p in params])
+        columns[name] = [extras[name][p] for p in params]
     if "z" in rule.given:
         rows = zip(at, places_of(optimizer, params), params)
         noise = [Noise(bound.seed, counts[i][0], place, p) for i, place, p in rows]
-        columns.append(noise)
-    names, indices, results = (*rule.extras, "z"), list[int](), list[Scalars]()
+        columns["z"] = noise
+    indices, results = list[int](), list[Scalars]()
     known: dict[object, int] = {}
-    for i, row in zip(at, zip(*columns)):
+    for i, row in zip(at, zip(*columns.values())):
         # A number is one of the scalars, and each kind of them is there once.
         numbers = [x if _is_number(x) else None for x in row]
         key = i, *map(id, numbers)
         if key not in known:
             known[key] = len(results)
-            coeffs = scalars[i].coeffs._replace(**dict(zip(names, numbers)))
+            coeffs = scalars[i].coeffs._replace(**dict(zip(columns, numbers)))
             results.append(scalars[i]._replace(coeffs=coeffs))
         indices.append(known[key])
-    kept = [[None if _is_number(x) else x for x in column] for column in columns]
-    return results, indices, kept
+    tensors = {
+        name: [None if _is_number(x) else x for x in column]
+        for name, column in columns.items()
+    }
+    return results, indices, tensors
 
 
 def rounding_bits(
@@ -142,17 +145,17 @@ def rounding_bits(
     params: list[Tensor],
     counts: Sequence[tuple[Scalar, Sequence[Scalar]]],
     at: list[int],
-) -> list[list[Noise | None]]:
+) -> dict[str, list[Noise | None]]:
     """Return the column of random bits to round parameters by, if there are any."""
     if (storage := group_storage(group)).param != "stochastic":
-        return []
+        return {}
     seeds = [seed_of(storage, p) for p in params]
     rows = zip(at, places_of(optimizer, params), params, seeds)
     bits = [
         None if seed is None else Noise(seed, counts[i][0], place, p, torch.int32)
         for i, place, p, seed in rows
     ]
-    return [bits] if any([x is not None for x in bits]) else []
+    return {BITS: bits} if any([x is not None for x in bits]) else {}
 
 
 def places_of(optimizer: "BaseOptimizer", params: list[Tensor]) -> list[int]:

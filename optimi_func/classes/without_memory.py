@@ -18,12 +18,11 @@ from optimi_func.core.leaf import (
     leaf_dtype,
     leaf_step,
     microbatch_scalars,
-    whole_means,
     with_given,
 )
 from optimi_func.core.philox import drawn
 from optimi_func.core.rule import WHOLE_BATCH, Leaf, Scalar
-from optimi_func.core.storage import flat_leaf, group_storage, state_in
+from optimi_func.core.storage import group_storage, state_in, tensors_of
 from optimi_func.core.torch_private import has_memory
 from optimi_func.execution.counts import write_scalar
 from optimi_func.execution.kernels import kernel_context
@@ -55,21 +54,21 @@ def prepare_without_memory(
     tensors = [[entry[name] for name in names] for entry in entries]
     counts = [(x, y) for x, *y in [list(map(_number, some)) for some in tensors]]
     scalars, after = scalars_after(bound, counts, coded=True)
-    at, given = [*range(len(params))], list[list[Any]]()
-    bits = rounding_bits(optimizer, group, params, counts, at) if request.write else []
+    at, given = [*range(len(params))], dict[str, list[Any]]()
+    bits = rounding_bits(optimizer, group, params, counts, at) if request.write else {}
     if rule.given:
         rows = bound, params, scalars, counts, at
         scalars, at, given = with_extras(optimizer, request.extras, *rows)
-    given += bits
+    given |= bits
     for i, (p, m, entry) in enumerate(zip(params, batches, entries)):
         leaf = Leaf(p.detach(), *state_in(rule, entry))
         now = microbatch_scalars(rule, scalars[at[i]], m, request.write)
         with kernel_context(p.device):
-            row = [column[i] for column in given if column[i] is not None]
-            row = drawn(row, leaf_dtype(leaf, grads[i]))
-            inputs, now = with_given(rule, leaf, now, row)
-            new = leaf_step(rule, inputs, grads[i], now, request.write, whole_means)
-        pairs = zip(flat_leaf(leaf), flat_leaf(new))
+            row = {k: x for k, column in given.items() if (x := column[i]) is not None}
+            more = drawn([*row.values()], leaf_dtype(leaf, grads[i]))
+            inputs, now = with_given(leaf, now, dict(zip(row, more)))
+            new = tensors_of(leaf_step(rule, inputs, grads[i], now, request.write))
+        pairs = [(x, new.get(name, x)) for name, x in tensors_of(leaf).items()]
         writes += [(x, y, m.finite) for x, y in pairs if y is not x]
         last = zip(tensors[i], (tensors[i][0] + 1.0, *after[i])) if request.ends else ()
         writes += [(x, y, m.finite) for x, y in last]

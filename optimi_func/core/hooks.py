@@ -6,8 +6,8 @@ A hook is a NamedTuple of numbers that `hook` decorates. It has one of two metho
   from the means n of x * x, x * d and d * d (`Norms`). The means of the new direction can
   be computed from those of d, so one round of means is enough for all hooks in a row that
   scale.
-- `update(d, g, x)` is a generator. It yields a list of `means` tensors, receives their
-  means, and yields the new direction. With means = 0 it only yields the new direction.
+- `update(d, g, x)` is a generator. It may yield a list of tensors, to receive their means.
+  The last that it yields is the new direction.
 
 `bounds` has the range of a number by its name, as keywords of `check_number`.
 With sized = True, `scale` finds the number of elements in n.numel, and `update` receives it
@@ -15,7 +15,7 @@ behind the means.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count
@@ -35,8 +35,6 @@ T = TypeVar("T")
 Hook: TypeAlias = tuple[Any, ...]
 # A hook, and before it the text that tells its kind apart in the keys of kernels.
 Keyed: TypeAlias = tuple[str, Any]
-# Returns the mean of each tensor, and the maximum of so many of the last.
-TakeMeans: TypeAlias = Callable[[list[Tensor], int], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ def hook(cls: type[T]) -> type[T]:
     kind.__ne__ = lambda a, b: not a == b
     kind.__hash__ = lambda a: hash((cls, *a))
     kind.scales, kind.decorated = methods == ["scale"], kind
-    usual = {"means": 0, "sized": False, "keeps_norms": False, "over": TENSOR}
+    usual = {"sized": False, "keeps_norms": False, "over": TENSOR}
     usual |= {"bounds": {}, "reads_gradient": not kind.scales}
     for name, x in usual.items():
         if not hasattr(cls, name):
@@ -209,56 +207,8 @@ def count_mapped(hooks: Sequence[Any]) -> int:
     return parts[-1] + 1 if parts else 0
 
 
-def hook_rounds(hooks: Sequence[Keyed]) -> list[int]:
-    """Return the number of means in each round. Hooks in a row that scale share one."""
-    rounds: list[int] = []
-    known = False
-    for _, x in hooks:
-        if not (known and x.scales):
-            rounds.append(3 if x.scales else x.means)
-        known = x.scales
-    return rounds
-
-
-def hooked(
-    hooks: Sequence[Keyed],
-    d: Tensor,
-    g: Tensor,
-    x: Tensor,
-    lr: Scalar,
-    take_means: TakeMeans,
-    numel: Tensor | None,
-) -> Tensor:
-    """Return the direction that hooks over whole tensors make of d, one after another.
-
-    `numel` is the number of elements of the whole tensor, if it is known. Else the first
-    means that `take_means` returns may come behind it.
-    """
-    norms, sized = None, any([x.sized for _, x in hooks])
-    for _, now in hooks:
-        if now.scales and norms is not None:
-            d, norms = _with_factors(d, x, norms, now, lr)
-            continue
-        update = None if now.scales else now.update(d, g, x)
-        asked: Any = [x * x, x * d, d * d] if update is None else next(update)
-        if not isinstance(asked, list):
-            d, norms = asked, None
-            continue
-        means = take_means(asked, 0)
-        if len(means) > len(asked):
-            numel, *means = means
-        if sized and numel is None:
-            numel = torch.full((), x.numel(), dtype=x.dtype, device=x.device)
-        if update is None:
-            d, norms = _with_factors(d, x, Norms(*means, numel=numel), now, lr)
-        else:
-            # The result is yielded: Dynamo cannot compute with what a generator returns.
-            d, norms = update.send([*means, *[numel] * now.sized]), None
-    return d
-
-
-def _with_factors(
-    d: Tensor, x: Tensor, norms: Norms, hook: Any, lr: Scalar
+def scaled_by(
+    hook: Any, d: Tensor, x: Tensor, norms: Norms, lr: Scalar
 ) -> tuple[Tensor, Norms]:
     """Return the direction that a hook makes of d by factors, and its norms."""
     found = hook.scale(norms, lr)
@@ -275,7 +225,7 @@ def _scaled(hook: Any, d: Tensor, x: Tensor, lr: Scalar, dims: list[int]) -> Ten
     means = [y.mean(dims, keepdim=True) for y in (x * x, x * d, d * d)]
     count = d.numel() // max(1, means[0].numel())
     numel = torch.full((), count, dtype=d.dtype, device=d.device)
-    return _with_factors(d, x, Norms(*means, numel=numel), hook, lr)[0]
+    return scaled_by(hook, d, x, Norms(*means, numel=numel), lr)[0]
 
 
 def with_hooks(rule: Rule, first: Sequence[Any]) -> Rule:

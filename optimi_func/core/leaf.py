@@ -4,17 +4,19 @@ Pure: nothing passed in is written. Every executor calls `leaf_step`, so that ex
 differ in where they compute and write, but not in the formula.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from optimi_func.core.codes import narrow, remainder_dtype, round_to, to, widen
 from optimi_func.core.distributed import distribute_like, on_whole, whole
-from optimi_func.core.hooks import Keyed, TakeMeans, hook_rounds, hooked
+from optimi_func.core.hooks import Keyed, Norms, scaled_by
 from optimi_func.core.math import plus, scalar_dtype, times
 from optimi_func.core.pairs import as_complex, as_real, stored
 from optimi_func.core.rule import (
@@ -28,7 +30,61 @@ from optimi_func.core.rule import (
     Scalar,
     Scalars,
 )
-from optimi_func.core.storage import Storage, decode, encode
+from optimi_func.core.storage import BITS, Storage, decode, encode
+
+
+class Facts(NamedTuple):
+    """A step asks for numbers of the whole tensor that need no computation.
+
+    The answer is the number of elements, then the fields that `Rule.measure` keeps.
+    """
+
+    x: Tensor  # the parameter, which may be a shard
+    fields: tuple[Tensor, ...]
+
+    @property
+    def name(self) -> str:
+        """Return the name of this request, under which kernels find its answer."""
+        return FACTS
+
+
+class Round(NamedTuple):
+    """A step asks for the mean of each tensor over the whole parameter.
+
+    Of the last tensors, as many as `tops` says, it asks for the maximum. A step asks for
+    means before its direction ("measure"), for hooks ("hook 0", or "hook 0.0"), for
+    sums over all parameters ("sums"), and for the finished delta ("after").
+    """
+
+    name: str
+    tensors: list[Tensor]
+    tops: int = 0
+
+
+class Size(NamedTuple):
+    """The count of numbers that answer a request, of which the last `tops` are maxima."""
+
+    number: int
+    tops: int
+
+
+FACTS = "facts"
+Request: TypeAlias = Facts | Round
+# Returns as many 0-d tensors as a request asks for.
+Answer: TypeAlias = Callable[[Any], list[Tensor]]
+# The numbers that are known, by the name of the request that they answer.
+Known: TypeAlias = Mapping[str, Sequence[Tensor]]
+# Requests by rule, the static choices of the scalars, and whether the parameter moves.
+_requests: WeakKeyDictionary[Rule, dict[object, dict[str, Size]]] = WeakKeyDictionary()
+
+
+def whole_answer(request: Request) -> list[Tensor]:
+    """Answer a request of a step whose tensors are no shards."""
+    if isinstance(request, Round):
+        return whole_means(request.tensors, request.tops)
+    x = request.x
+    numel = torch.full((), x.numel(), dtype=x.dtype, device=x.device)
+    return [numel, *map(whole, request.fields)]
 
 
 def whole_means(tensors: list[Tensor], tops: int = 0) -> list[Tensor]:
@@ -41,79 +97,73 @@ def whole_means(tensors: list[Tensor], tops: int = 0) -> list[Tensor]:
     ]
 
 
-def count_means(rule: Rule, rates: Rates, write: bool = True) -> tuple[int, ...]:
-    """Return the number of means over the whole tensor in each round of a step.
+def answering(known: Known, otherwise: Answer = whole_answer) -> Answer:
+    """Return an `Answer` of known numbers, which calls another for what is not known."""
 
-    A round is before the direction (`Rule.measure`), of hooks or of sums after it
-    (`Rule.sums`), or of the finished delta (`Rule.after_means`). Those of the first are
-    known with the number of elements before them.
+    def answer(request: Request) -> list[Tensor]:
+        if request.name not in known:
+            return otherwise(request)
+        return _in_its_dtype(request, known)
+
+    return answer
+
+
+def _in_its_dtype(request: Request, known: Known) -> list[Tensor]:
+    dtype = request.tensors[0].dtype if isinstance(request, Round) else request.x.dtype
+    return [x.to(dtype) for x in known[request.name]]
+
+
+def requests(rule: Rule, scalars: Scalars, write: bool) -> dict[str, Size]:
+    """Return what a step asks for, in order, learned from one step of a tiny example.
+
+    Only the structure of the scalars matters. The rule has no map of whole tensors.
     """
-    return tuple([number for number, _ in _rounds(rule, rates, write)])
+    asks = (rule.measure, rule.sums, rule.after_means) != (None, None, None)
+    if not (asks or scalars.rates.hooks):
+        return {}
+    leaves, spec = pytree.tree_flatten(scalars)
+    key = spec, tuple([x if isinstance(x, bool | str) else None for x in leaves]), write
+    found = _requests.setdefault(rule, {})
+    if key not in found:
+        found[key] = _learned(rule, pytree.tree_map_only(Tensor, _half, scalars), write)
+    return found[key]
 
 
-def count_tops(rule: Rule, rates: Rates, write: bool = True) -> tuple[int, ...]:
-    """Return how many of the last in each round are maxima."""
-    return tuple([tops for _, tops in _rounds(rule, rates, write)])
+def _half(x: Tensor) -> Tensor:
+    return torch.full((), 0.5, dtype=torch.float32, device="cpu")
 
 
-def _rounds(rule: Rule, rates: Rates, write: bool) -> list[tuple[int, int]]:
-    before, sums, after = rule.measure, rule.sums, rule.after_means
-    rounds = [] if before is None else [(before.number, before.tops)]
-    if write:
-        rounds += [(n, 0) for n in hook_rounds(rates.hooks[rule.mapped_hooks :])]
-        rounds += [] if sums is None else [(sums.number, 0)]
-        rounds += [] if after is None else [(after.number, after.tops)]
-    return [x for x in rounds if x[0]]
+def _learned(rule: Rule, scalars: Scalars, write: bool) -> dict[str, Size]:
+    found: dict[str, Size] = {}
 
+    def answer(request: Request) -> list[Tensor]:
+        answers = whole_answer(request)
+        found[request.name] = Size(len(answers), getattr(request, "tops", 0))
+        return answers
 
-def count_beforehand(rule: Rule, rates: Rates) -> int:
-    """Return the number of values of a tensor that are known before any means.
-
-    They are the number of elements, which `Rule.measure` and some hooks read, and the
-    fields that `measure` keeps.
-    """
-    if rule.measure is not None:
-        return 1 + len(rule.measure.kept)
-    return int(any([x.sized for _, x in rates.hooks[rule.mapped_hooks :]]))
-
-
-def taking(
-    rule: Rule, rates: Rates, known: Sequence[Tensor], mean: TakeMeans
-) -> Callable[[list[Any], int], list[Any]]:
-    """Return a `take_means` of known means, which calls `mean` for the others.
-
-    The first known are those that are known beforehand.
-    """
-    left: list[Any] = list(known)
-    beforehand = count_beforehand(rule, rates)
-
-    def take(tensors: list[Any], tops: int) -> list[Any]:
-        first = beforehand if len(left) == len(known) else 0
-        count = len(tensors) + first
-        if count > len(left):
-            left[first:] = mean(tensors, tops)
-        now, left[:] = left[:count], left[count:]
-        return [x.to(tensors[0].dtype) for x in now]
-
-    return take
+    with _disable_current_modes(), torch.no_grad():
+        x = torch.ones(2, dtype=torch.float32, device="cpu")
+        kept = [torch.ones_like(x).sum() for _ in rule.whole_fields]
+        state = rule.state(*[x.clone() for _ in rule.fields], *kept)
+        leaf = Leaf(x.clone(), state, None)
+        _, now = with_given(leaf, scalars, dict.fromkeys(rule.given, x))
+        leaf_step(rule, leaf, x, now, write, answer)
+    return found
 
 
 def with_given(
-    rule: Rule, leaf: Leaf, scalars: Scalars, tensors: Sequence[Tensor]
+    leaf: Leaf, scalars: Scalars, given: Mapping[str, Tensor]
 ) -> tuple[Leaf, Scalars]:
-    """Return a leaf and scalars with the tensors that a step is given besides.
+    """Return a leaf and scalars with the tensors that a step is given besides, by name.
 
-    They are for what a rule is given and these scalars have None for. One more has random
-    bits, by which the parameter is rounded.
+    A name is one of `Rule.given`, or BITS for random bits to round the parameter by.
     """
-    if not tensors:
+    if not given:
         return leaf, scalars
-    names = [name for name in rule.given if getattr(scalars.coeffs, name) is None]
-    if len(tensors) > len(names):
-        *tensors, bits = tensors
-        leaf = leaf._replace(comp=bits)
-    coeffs = scalars.coeffs._replace(**dict(zip(names, tensors, strict=True)))
-    return leaf, scalars._replace(coeffs=coeffs)
+    tensors = {**given}
+    if BITS in tensors:
+        leaf = leaf._replace(comp=tensors.pop(BITS))
+    return leaf, scalars._replace(coeffs=scalars.coeffs._replace(**tensors))
 
 
 def leaf_sums(rule: Rule, leaf: Leaf, coeffs: Any, means: list[Tensor] | None) -> Tensor:
@@ -155,10 +205,52 @@ def leaf_step(
     g: Tensor,
     scalars: Scalars,
     write: bool,
-    take_means: TakeMeans,
+    answer: Answer = whole_answer,
     wide: torch.dtype | None = None,
 ) -> Leaf:
-    """Return one parameter after one step.
+    """Return one parameter after one step: see `step_requests`.
+
+    `answer` gives the numbers of the whole parameter that the step asks for. By default the
+    leaf is the whole parameter.
+    """
+    if leaf.p.dtype.is_complex:
+        real, rest = _real(leaf), (scalars, write, answer, wide)
+        pairs = leaf_step(rule, real, as_real(g.resolve_conj()), *rest)
+        return pytree.tree_map(_as_before, pairs, real, leaf)
+    steps = step_requests(rule, leaf, g, scalars, write, wide)
+    found = next(steps)
+    while not isinstance(found, Leaf):
+        found = steps.send(answer(found))
+    return found
+
+
+def leaf_round(
+    rule: Rule, leaf: Leaf, g: Tensor, scalars: Scalars, known: Known, write: bool = True
+) -> Round:
+    """Return the first request of a step whose answer is not known.
+
+    The rest of the step is not run.
+    """
+    steps = step_requests(rule, leaf, g, scalars, write)
+    found = next(steps)
+    while found.name in known:
+        found = steps.send(_in_its_dtype(found, known))
+    return found
+
+
+def step_requests(
+    rule: Rule,
+    leaf: Leaf,
+    g: Tensor,
+    scalars: Scalars,
+    write: bool,
+    wide: torch.dtype | None = None,
+) -> Generator[Any, list[Tensor], None]:
+    """Yield what one parameter's step asks for, and at last the parameter after it.
+
+    The step is a generator because only its caller knows whether a tensor is the whole
+    parameter, a shard of it, or one of many in a list. Wherever the step needs a mean over
+    the whole parameter, it yields a `Request`, and its caller sends the numbers.
 
     x is the parameter with its compensation, p + comp. State and x are decoded from their
     storage first, and encoded again at the end:
@@ -177,71 +269,34 @@ def leaf_step(
     and a proximal kind's division, for elements of d and x that differ in sign. The map
     `whole` applies the first hooks itself if their norms are those of matrices or rows.
 
-    write=False moves only the state (accumulating). take_means returns the mean of each
-    tensor over the whole parameter, of which the leaf may be a shard, and of so many of the
-    last the maximum. `wide` is the leaf's dtype of arithmetic, if it is known.
+    Args:
+        rule: The mathematics.
+        leaf: The parameter with its state. It is not complex.
+        g: The gradient, in the shape of the parameter.
+        scalars: The numbers of the step.
+        write: False moves only the state (accumulating), and yields the old parameter.
+        wide: The leaf's dtype of arithmetic, if it is known.
     """
-    if leaf.p.dtype.is_complex:
-        real, rest = _real(leaf), (scalars, write, take_means, wide)
-        pairs = leaf_step(rule, real, as_real(g.resolve_conj()), *rest)
-        return pytree.tree_map(_as_before, pairs, real, leaf)
-    moved = _moved(rule, leaf, g, scalars, write, take_means, wide)
-    (p, state, comp), (p32, x, wide_comp), new = leaf, moved.widened, moved.new
-    if write:
-        u = moved.u
-        if rule.after is not None:
-            means: list[Tensor] = []  # Dynamo knows no list[Tensor]()
-            if (told := rule.after_means) is not None:
-                means = take_means(told.measure(x, u, new, moved.coeffs), told.tops)
-            u, new = rule.after(x, u, new, moved.coeffs, *means)
-        p, comp = _add(p, p32, x, comp, wide_comp, u)
-    own = new[: len(state) - len(moved.mapped)]
-    results = _apart([*own, *moved.mapped], moved.old, x, scalars.rates.lr)
-    # Fields that the rule returned unchanged are not encoded again.
-    rows = zip(results, moved.old, state)
-    fields = [s if n is o else encode(n, s, scalars.dither) for n, o, s in rows]
-    return Leaf(p, type(state)(*fields), comp)
-
-
-class _Moved(NamedTuple):
-    """A step before `after`, the sum and the storage."""
-
-    u: Tensor  # or d, if nothing is written
-    widened: tuple[Tensor, Tensor, Tensor | None]  # see `widen`
-    old: list[Any]  # the decoded state
-    new: Any  # the state of `direction`, with None for the fields of `whole`
-    mapped: tuple[Any, ...]  # the fields of `whole`
-    coeffs: Any
-
-
-def _moved(
-    rule: Rule,
-    leaf: Leaf,
-    g: Tensor,
-    scalars: Scalars,
-    write: bool,
-    take_means: TakeMeans,
-    wide: torch.dtype | None = None,
-) -> _Moved:
-    """Return the first part of `leaf_step`; the leaf is not complex."""
+    # The last item is yielded and not returned, because Dynamo cannot compute with what a
+    # generator returns.
     p, state, comp = leaf
     wide = leaf_dtype(leaf, g) if wide is None else wide
     c, r, dither = scalars
-    _, x, _ = widened = widen(p, comp, wide)
+    p32, x, wide_comp = widen(p, comp, wide)
     old: list[Any] = [s if s is None else decode(s, wide) for s in state]
     g = plus(times(r.grad_scale, to(g, wide)), r.l2, x)
     more = (x,) if rule.reads_param else ()
     count = len(old) - len(rule.whole_fields)
     mapped = tuple(old[count:])
     partial_state = type(state)(*old[:count], *[None] * len(mapped))
-    numel = None
+    hooks = r.hooks[rule.mapped_hooks :] if write else ()
+    facts: list[Any] = [None]
+    if rule.measure is not None or any([hook.sized for _, hook in hooks]):
+        facts = yield Facts(x, mapped if rule.measure is not None else ())
     if rule.measure is not None:
-        known = take_means(rule.measure.measure(g, x, partial_state, c), rule.measure.tops)
-        if len(known) == rule.measure.number:  # else a kernel is given what is before them
-            numel = torch.full((), x.numel(), dtype=x.dtype, device=x.device)
-            known = [numel, *map(whole, mapped), *known]
-        numel = known[0]
-        c, kept = rule.measure.settle(known, c)
+        measured = rule.measure.measure(g, x, partial_state, c)
+        means = yield Round("measure", measured, rule.measure.tops)
+        c, kept = rule.measure.settle([*facts, *means], c)
         if write and mapped and mapped[0] is not None:
             mapped = tuple(map(distribute_like, state[count:], map(whole, kept)))
     d, new = rule.direction(g, partial_state, c, *more)
@@ -255,12 +310,37 @@ def _moved(
             d, new_fields = on_whole(rule.whole.map, *given, by_matrix=rule.whole.by_matrix)
             # Results share no memory with arguments.
             mapped = tuple([y.clone() if y is x else y for x, y in zip(mapped, new_fields)])
-        if r.hooks:
-            d = hooked(r.hooks[rule.mapped_hooks :], d, g, x, r.lr, take_means, numel)
+        norms = None  # those of d, as long as all hooks since have only scaled it
+        for i, (_, hook) in enumerate(hooks):
+            if hook.scales:
+                if norms is None:
+                    means = yield Round(f"hook {i}", [x * x, x * d, d * d])
+                    norms = Norms(*means, numel=facts[0])
+                d, norms = scaled_by(hook, d, x, norms, r.lr)
+                continue
+            norms, update, k = None, hook.update(d, g, x), 0
+            found = next(update)
+            while isinstance(found, list):
+                means = yield Round(f"hook {i}.{k}", found)
+                found = update.send([*means, *facts[:1] * hook.sized])
+                k += 1
+            d = found
         if rule.sums is not None:
-            take_means(rule.sums.measure(g, x, new, c), 0)
-        d = _delta(x, d, r)
-    return _Moved(d, widened, old, new, mapped, c)
+            # For `Rule.join`, which the caller of the step calls.
+            yield Round("sums", rule.sums.measure(g, x, new, c))
+        u = _delta(x, d, r)
+        if rule.after is not None:
+            means = []
+            if (told := rule.after_means) is not None:
+                means = yield Round("after", told.measure(x, u, new, c), told.tops)
+            u, new = rule.after(x, u, new, c, *means)
+        p, comp = _add(p, p32, x, comp, wide_comp, u)
+    own = new[: len(state) - len(mapped)]
+    results = _apart([*own, *mapped], old, x, r.lr)
+    # Fields that the rule returned unchanged are not encoded again.
+    rows = zip(results, old, state)
+    fields = [s if n is o else encode(n, s, dither) for n, o, s in rows]
+    yield Leaf(p, type(state)(*fields), comp)
 
 
 def _as_before(new: Any, pairs: object, old: Any) -> object:
@@ -317,25 +397,6 @@ def _delta(x: Tensor, d: Tensor, r: Rates) -> Tensor:
         lr = undecayed_lr + decays * (lr - undecayed_lr)
         decaying = decays * x
     return -plus(lr * d, r.decay, decaying)
-
-
-def leaf_round(
-    rule: Rule, leaf: Leaf, g: Tensor, scalars: Scalars, known: Sequence[Tensor]
-) -> list[Tensor]:
-    """Return the tensors whose means a step takes after those known (see `taking`).
-
-    A compiler drops all else of the step.
-    """
-    found: list[list[Tensor]] = []
-
-    def mean(tensors: list[Tensor], tops: int) -> list[Tensor]:
-        found.append(tensors)
-        return whole_means(tensors, tops)
-
-    # Where nothing is compiled, what follows the last of the means costs time.
-    run = _moved if rule.after_means is None else leaf_step
-    run(rule, leaf, g, scalars, True, taking(rule, scalars.rates, known, mean))
-    return found[0]
 
 
 def _add(

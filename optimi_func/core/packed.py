@@ -115,9 +115,9 @@ _FLOAT = {float}
 
 
 def fill(
-    statics: tuple[bool | str | None, ...], spec: pytree.TreeSpec, values: Sequence[Tensor]
+    statics: tuple[bool | str | None, ...], spec: pytree.TreeSpec, values: Iterable[Tensor]
 ) -> Scalars:
-    """Return scalars from their static choices and the values of the others."""
+    """Return scalars from their static choices and the next values for the others."""
     rest = iter(values)
     leaves = [next(rest) if s is None else None if s == "None" else s for s in statics]
     return pytree.tree_unflatten(leaves, spec)

@@ -17,19 +17,28 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from optimi_func.core.codes import GROUP, is_dense, same_order
 from optimi_func.core.leaf import (
+    FACTS,
+    Request,
+    answering,
     compute_dtype,
-    count_beforehand,
     leaf_round,
     leaf_step,
-    taking,
-    whole_means,
+    requests,
+    whole_answer,
     with_given,
 )
 from optimi_func.core.lists import chunks
 from optimi_func.core.packed import Packed, fill
 from optimi_func.core.rehearsal import device_type
 from optimi_func.core.rule import Leaf, Rule, Scalars
-from optimi_func.core.storage import flat_leaf, leaf_of
+from optimi_func.core.storage import (
+    BITS,
+    GRAD,
+    PARAM,
+    leaf_in,
+    scales_in,
+    tensors_of,
+)
 
 # Elements of a tensor that is joined with others, and of those together.
 JOINED, TOGETHER = 1 << 13, 1 << 15
@@ -48,14 +57,15 @@ class Kind(NamedTuple):
 
     rule: Rule
     statics: tuple[bool | str | None, ...]  # see `Packed`
-    # Of g, p, the state's fields, the compensation and what the rule is given besides.
-    dtypes: tuple[torch.dtype, ...]
+    # Names and dtypes of g, p, the state, the compensation and what the rule is given
+    # besides.
+    tensors: tuple[tuple[str, torch.dtype], ...]
     device: torch.device
     write: bool
     in_place: bool  # the results replace what they are computed from
-    known: int = 0  # how many means are given
-    round: bool = False  # True: return the tensors whose means follow those known
-    given: int | None = None  # the index of the first that is given besides
+    # The requests of the step whose answers are given, and how many numbers each has.
+    known: tuple[tuple[str, int], ...] = ()
+    round: str | None = None  # a request of the step: return the tensors that it is about
 
 
 class _Call(NamedTuple):
@@ -150,54 +160,56 @@ class Program(NamedTuple):
     """The operations of a leaf step.
 
     Attributes:
-        run: `(tensors, targets, buffers, values, known) -> means`: computes from g, p, the
-            state, the compensation and what is given besides, into targets for those but
-            the first and the last, which it does not look at if it is in place. `values`
-            are the step's numbers, 0-d like the means known and those that it takes itself
-            and returns.
+        run: `(tensors, targets, buffers, values, known) -> sums`: computes from tensors in
+            the order of `Kind.tensors`, into targets for the parameter, its state and
+            compensation, which it does not look at if it is in place. `values` are the
+            step's numbers, 0-d like those known. It returns the means for `Rule.sums`, if
+            it takes them.
         buffers: The dtypes of its buffers, which are as large as the tensors.
-        outputs: The dtypes of its targets.
-        written: The indices of the targets that it writes.
+        outputs: The dtypes of its targets, by name.
+        written: The names of the targets that it writes.
         reduces: True if an operation reads whole tensors, so that they have to be whole.
     """
 
     run: Callable[..., list[Tensor]]
     buffers: tuple[torch.dtype, ...]
-    outputs: list[torch.dtype]
-    written: list[int]
+    outputs: dict[str, torch.dtype]
+    written: list[str]
     reduces: bool
 
     def __call__(
         self,
-        tensors: list[Tensor],
-        targets: list[Tensor],
+        tensors: dict[str, Tensor],
+        targets: dict[str, Tensor],
         values: Sequence[Tensor],
         room: Room,
         known: Sequence[Tensor] = (),
         size: int = 0,
     ) -> list[Tensor]:
         """Do what `run` does, in slices of a size if there is one."""
-        taken: list[Tensor] = []
+        sums: list[Tensor] = []
         for own, into in slices(tensors, targets, size):
-            buffers = room.buffers(self.buffers, own[1])
-            taken = self.run(own, into, buffers, values, known)
-        return taken
+            buffers = room.buffers(self.buffers, own[PARAM])
+            results = [into[name] for name in self.outputs] if into else []
+            sums = self.run([*own.values()], results, buffers, values, known)
+        return sums
 
 
 def slices(
-    tensors: list[Tensor], targets: list[Tensor], size: int, scales: Sequence[int] = ()
-) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield slices of dense tensors and of what they are written to, or all if size=0.
-
-    A scale, of which the places among the tensors are given, belongs to a group of codes.
-    """
+    tensors: dict[str, Tensor], targets: dict[str, Tensor], size: int
+) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Yield slices of dense tensors and of what they are written to, or all if size=0."""
     if not size:
         yield tensors, targets
         return
-    shares = [GROUP if i in scales else 1 for i in range(len(tensors))]
-    every = zip([*tensors, *targets], [*shares, *shares[1 : 1 + len(targets)]])
-    for part in zip(*[flat(x).split(size // share) for x, share in every]):
-        yield list(part[: len(tensors)]), list(part[len(tensors) :])
+    scales = scales_in(tensors)
+
+    def cut(every: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        sizes = [size // GROUP if name in scales else size for name in every]
+        parts = zip(*[flat(x).split(n) for x, n in zip(every.values(), sizes)])
+        return (dict(zip(every, part)) for part in parts)
+
+    yield from zip(cut(tensors), cut(targets))
 
 
 def flat(x: Tensor) -> Tensor:
@@ -216,15 +228,15 @@ def slice_size(x: Tensor, wide: torch.dtype, temporaries: int) -> int:
 
 
 def joined(
-    made: Program, lists: list[list[Tensor]], values: Sequence[Tensor], room: Room
-) -> list[Tensor]:
-    """Run a program in place on dense tensors, which are joined, and return what it wrote.
-
-    It has one tensor for each of the lists without that of the gradients, the first.
-    """
-    tensors = [torch.cat(list(map(flat, x))) for x in lists]
-    made(tensors, tensors[1:], values, room)
-    return tensors[1:]
+    made: Program,
+    lists: dict[str, list[Tensor]],
+    values: Sequence[Tensor],
+    room: Room,
+) -> dict[str, Tensor]:
+    """Run a program in place on lists of dense tensors, each joined, and return these."""
+    tensors = {name: torch.cat(list(map(flat, x))) for name, x in lists.items()}
+    made(tensors, {}, values, room)
+    return tensors
 
 
 def step_now(
@@ -241,19 +253,21 @@ def step_now(
     results, room = dict[int, tuple[Leaf, list[Tensor]]](), Room()
     if rule.whole is not None or rule.whole_fields:
         return results
-    groups: dict[Any, list[tuple[int, list[Tensor]]]] = {}
-    for i, ((p, state, comp), g) in enumerate(zip(leaves, grads)):
-        own = [p, *state] if comp is None else [p, *state, comp]
-        if g is None or not p.numel() or p.is_complex() or _is_coded(state):
+    groups: dict[Any, list[tuple[int, dict[str, Tensor]]]] = {}
+    for i, (leaf, g) in enumerate(zip(leaves, grads)):
+        p = leaf.p
+        if g is None or not p.numel() or p.is_complex() or _is_coded(leaf.state):
             continue
-        tensors = [g, *own]
-        small = p.numel() <= JOINED and all([x.is_contiguous() for x in tensors])
-        key = at[i], tuple([x.dtype for x in tensors]), small
+        tensors = {GRAD: g, **tensors_of(leaf)}
+        small = p.numel() <= JOINED and all([x.is_contiguous() for x in tensors.values()])
+        key = at[i], tuple([(k, x.dtype) for k, x in tensors.items()]), small
         groups.setdefault(key, []).append((i, tensors))
-    for (k, dtypes, small), rows in groups.items():
-        now, device = packed[k].folded, rows[0][1][0].device
-        wide, sized = compute_dtype(*dtypes), count_beforehand(rule, now.scalars.rates)
-        kind = Kind(rule, now.statics, dtypes, device, True, False, sized)
+    for (k, kinds, small), rows in groups.items():
+        now, device = packed[k].folded, rows[0][1][GRAD].device
+        wide = compute_dtype(*[dtype for _, dtype in kinds])
+        facts = requests(rule, now.scalars, True).keys() & {FACTS}
+        known = ((FACTS, 1),) if facts else ()
+        kind = Kind(rule, now.statics, kinds, device, True, False, known)
         if now.mixes or not now.constant:
             continue
         if (made := program(kind, now.scalars)) is None:
@@ -261,35 +275,32 @@ def step_now(
         values = now.values(wide, device)
         if small and not made.reduces:
             made = program(kind._replace(in_place=True), now.scalars) or made
-            for part in chunks(rows, TOGETHER, lambda x: x[1][0].numel()):
-                lists = list(map(list, zip(*[x for _, x in part])))
+            for part in chunks(rows, TOGETHER, lambda x: x[1][GRAD].numel()):
+                lists = {name: [x[name] for _, x in part] for name, _ in kinds}
                 every = joined(made, lists, values, room)
-                sizes = [x.numel() for _, (x, *_) in part]
-                new = zip(*[torch.split_with_sizes_copy(x, sizes) for x in every])
-                for (i, (g, *_)), own in zip(part, new):
-                    new_leaf = _leaf_like(leaves[i], [x.view(g.shape) for x in own])
-                    results[i] = new_leaf, []
+                del every[GRAD]
+                sizes = [x[GRAD].numel() for _, x in part]
+                new = zip(*[torch.split_with_sizes_copy(x, sizes) for x in every.values()])
+                for (i, tensors), own in zip(part, new):
+                    shape = tensors[GRAD].shape
+                    named = dict(zip(every, [x.view(shape) for x in own]))
+                    results[i] = leaf_in(rule, named), []
             continue
-        for i, (g, *own) in rows:
-            new, size = [torch.empty_like(x, requires_grad=False) for x in own], 0
+        for i, tensors in rows:
+            g, size = tensors[GRAD], 0
+            own = {name: x for name, x in tensors.items() if name != GRAD}
+            new = {k: torch.empty_like(x, requires_grad=False) for k, x in own.items()}
             if not made.reduces and is_dense(g):
-                if all([same_order(g, x) for x in (*own, *new)]):
+                if all([same_order(g, x) for x in (*own.values(), *new.values())]):
                     size = slice_size(g, wide, len(made.buffers))
-            # `measure` and some hooks read the number of elements.
-            known = [torch.full((), g.numel(), dtype=wide, device="cpu")] if sized else []
-            taken = made([g, *own], new, values, room, known, size)
-            results[i] = _leaf_like(leaves[i], new), taken
+            numel = [torch.full((), g.numel(), dtype=wide, device="cpu")] if facts else []
+            taken = made(tensors, new, values, room, numel, size)
+            results[i] = leaf_in(rule, new), taken
     return results
 
 
 def _is_coded(state: Iterable[object]) -> bool:
     return any([isinstance(x, tuple) for x in state])
-
-
-def _leaf_like(leaf: Leaf, own: Sequence[Tensor]) -> Leaf:
-    (p, *rest), count = own, len(leaf.state)
-    comp = rest[count] if len(rest) > count else None
-    return Leaf(p, type(leaf.state)(*rest[:count]), comp)
 
 
 # By rule, which they keep no longer than others do, and the rest of the kind.
@@ -312,45 +323,50 @@ def program(kind: Kind, scalars: Scalars) -> Program | None:
 
 
 def _record(kind: Kind, scalars: Scalars) -> Program:
-    wide, rule = compute_dtype(*kind.dtypes), kind.rule
+    wide, rule = compute_dtype(*[dtype for _, dtype in kind.tensors]), kind.rule
     spec = pytree.tree_structure(scalars)
-    count = kind.statics.count(None) + kind.known
+    sizes = kind.statics.count(None), *[size for _, size in kind.known]
     with torch.no_grad():
         like = torch.arange(1.0, 7.0, dtype=torch.float32, device=kind.device)
         like = like.reshape(_EXAMPLE)
-        tensors = [like.to(x, copy=True) for x in kind.dtypes]
-        numbers = list(torch.full((count,), 0.5, dtype=wide, device=kind.device).unbind())
-    values, known = numbers[: count - kind.known], numbers[count - kind.known :]
-    (g, *own), taken = tensors[: kind.given], list[Tensor]()
-    stored, now = leaf_of(rule, (), own), fill(kind.statics, spec, values)
-    leaf, now = with_given(rule, stored, now, tensors[1 + len(own) :])
+        tensors = {name: like.to(dtype, copy=True) for name, dtype in kind.tensors}
+        numbers = torch.full((sum(sizes),), 0.5, dtype=wide, device=kind.device)
+    values, *answers = [list(x.unbind()) for x in numbers.split([*sizes])]
+    known = {name: x for (name, _), x in zip(kind.known, answers)}
+    stored, now = leaf_in(rule, tensors), fill(kind.statics, spec, values)
+    given = {name: x for name, x in tensors.items() if name in (*rule.given, BITS)}
+    leaf, now = with_given(stored, now, given)
+    g, sums = tensors[GRAD], list[Tensor]()
 
-    def mean(found: list[Tensor], tops: int) -> list[Tensor]:
-        taken[:] = whole_means(found, tops)
-        return taken
+    def measured(request: Request) -> list[Tensor]:
+        answers = whole_answer(request)
+        sums.extend(answers if request.name == "sums" else ())
+        return answers
 
     with torch.no_grad(), _Recorder() as recorder:
-        if kind.round:
-            outputs = leaf_round(rule, leaf, g, now, known)
+        if kind.round is not None:
+            every = leaf_round(rule, leaf, g, now, known, kind.write).tensors
+            results = dict(zip(map(str, range(len(every))), every))
         else:
-            take = taking(rule, now.rates, known, mean)
-            outputs = flat_leaf(leaf_step(rule, leaf, g, now, kind.write, take))
-    old = flat_leaf(stored) if kind.in_place else [None] * len(outputs)
-    outputs = list(map(recorder.of, outputs))
-    for i, x in enumerate(outputs):
+            answer = answering(known, measured)
+            results = tensors_of(leaf_step(rule, leaf, g, now, kind.write, answer))
+    old = tensors_of(stored) if kind.in_place else dict.fromkeys(results)
+    results = {name: recorder.of(x) for name, x in results.items()}
+    for name, x in results.items():
         # The argument may have been written before.
-        if x is not old[i] and any([x is y for y in tensors]):
-            outputs[i] = x.clone()
-            recorder.calls.append(_Call("clone", torch.clone, (x,), {}, outputs[i]))
-    taken = list(map(recorder.of, taken))
-    writer = _Writer(recorder, outputs, old, taken)
-    writer.name(tensors, "x")
+        if x is not old[name] and any([x is y for y in tensors.values()]):
+            results[name] = x.clone()
+            recorder.calls.append(_Call("clone", torch.clone, (x,), {}, results[name]))
+    sums = list(map(recorder.of, sums))
+    pairs = [*results.values()], [old[name] for name in results]
+    writer = _Writer(recorder, *pairs, sums)
+    writer.name([*tensors.values()], "x")
     writer.name(values, "v")
-    writer.name(known, "k")
+    writer.name([x for some in answers for x in some], "k")
     run = writer.code()
-    written = [i for i, (x, y) in enumerate(zip(outputs, old)) if x is not y]
-    own = (*writer.buffers,), [x.dtype for x in outputs], written, writer.reduces
-    return Program(run, *own)
+    written = [name for name, x in results.items() if x is not old[name]]
+    dtypes = {name: x.dtype for name, x in results.items()}
+    return Program(run, (*writer.buffers,), dtypes, written, writer.reduces)
 
 
 class _Writer:

@@ -7,7 +7,7 @@ fields are decoded for it, and its results encoded.
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -162,22 +162,12 @@ def encode(x: Tensor, like: Tensor | codes.Codes, dither: Scalar) -> Tensor | co
     return codes.to(x, like.dtype)
 
 
-def state_of(
-    kind: type[Named], tensors: Iterator[Tensor], coded: tuple[bool, ...]
-) -> Named:
-    """Build a State from the next tensors: codes and scales for a field with coded[i].
-
-    Fields beyond those of `coded` are None.
-    """
-    pairs = [(next(tensors), next(tensors) if is_coded else None) for is_coded in coded]
-    fields = [x if s is None else codes.CODECS[x.dtype](x, s) for x, s in pairs]
-    return kind(*fields, *[None] * (len(kind._fields) - len(fields)))
-
-
 # Entries
 
 _Q, _SCALE = "_q", "_scale"
-_ENDS = ("",), (_Q, _SCALE)  # of the names of a field, and of one in codes
+# Names of a step's tensors beside those of an entry. No field of a State can have them.
+PARAM, GRAD, BITS = "the parameter", "the gradient", "the random bits"
+COMP = "kahan_comp"
 
 
 def entry_of(state: Named, comp: Tensor | None) -> dict[str, Tensor]:
@@ -189,32 +179,45 @@ def entry_of(state: Named, comp: Tensor | None) -> dict[str, Tensor]:
         elif field is not None:
             entry[name + _Q], entry[name + _SCALE] = field
     if comp is not None:
-        entry["kahan_comp"] = comp
+        entry[COMP] = comp
     return entry
 
 
 def state_in(rule: Rule, entry: Mapping[str, Tensor]) -> tuple[Named, Tensor | None]:
-    """Return the rule's state and the compensation (or None) of a complete entry."""
-    coded = tuple([entry.get(name) is None for name in rule.state._fields])
-    names = [f + end for f, c in zip(rule.state._fields, coded) for end in _ENDS[c]]
-    state = state_of(rule.state, map(entry.__getitem__, names), coded)
-    return state, entry.get("kahan_comp")
+    """Return the rule's state and the compensation (or None) of an entry.
 
-
-def flat_leaf(leaf: Leaf) -> list[Tensor]:
-    """Return the tensors that a step writes: parameter, state, compensation."""
-    return [leaf.p, *entry_of(leaf.state, leaf.comp).values()]
-
-
-def leaf_of(rule: Rule, codes: tuple[bool, ...], tensors: Sequence[Tensor]) -> Leaf:
-    """Make a leaf of a parameter, its state's tensors and, if it has one, compensation.
-
-    Fields that `Rule.measure` keeps are None.
+    A field that the entry lacks is None.
     """
-    p, *rest = tensors
-    left, fields = iter(rest), rule.state._fields if rule.measure is None else rule.fields
-    state = state_of(rule.state, left, codes or (False,) * len(fields))
-    return Leaf(p, state, next(left, None))
+    fields: list[Any] = []
+    for name in rule.state._fields:
+        x: Any = entry.get(name)
+        if x is None and (code := entry.get(name + _Q)) is not None:
+            x = codes.CODECS[code.dtype](code, entry[name + _SCALE])
+        fields.append(x)
+    return rule.state(*fields), entry.get(COMP)
+
+
+def leaf_in(rule: Rule, tensors: Mapping[str, Tensor]) -> Leaf:
+    """Make a leaf of tensors by name: PARAM, and those of an entry. Others are left out."""
+    return Leaf(tensors[PARAM], *state_in(rule, tensors))
+
+
+def tensors_of(leaf: Leaf) -> dict[str, Tensor]:
+    """Return by name the tensors that a step writes: parameter, state, compensation."""
+    return {PARAM: leaf.p, **entry_of(leaf.state, leaf.comp)}
+
+
+def coded_in(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Return the fields that are stored in codes, with the names of codes and scales."""
+    every = {*names}
+    fields = [x.removesuffix(_Q) for x in every if x.endswith(_Q)]
+    pairs = {x: (x + _Q, x + _SCALE) for x in fields}
+    return {field: pair for field, pair in pairs.items() if every.issuperset(pair)}
+
+
+def scales_in(names: Iterable[str]) -> set[str]:
+    """Return the names of scales, which have one element for each group of codes."""
+    return {scale for _, scale in coded_in(names).values()}
 
 
 def seed_in(comp: Any) -> Tensor | None:
@@ -234,7 +237,7 @@ def own_names(rule: Rule) -> tuple[str, ...]:
 
 @lru_cache(256)
 def _state_names(fields: tuple[str, ...]) -> tuple[str, ...]:
-    return (*[f + end for f in fields for end in ("", _Q, _SCALE)], "kahan_comp")
+    return (*[f + end for f in fields for end in ("", _Q, _SCALE)], COMP)
 
 
 def missing_fields(rule: Rule, entry: Mapping[str, object]) -> list[str]:

@@ -6,6 +6,7 @@ decodes a piece into its cache, calls the kernel on that, and encodes the result
 The formulas are those of `core.codes`. The results are compared with theirs, bit for bit.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from optimi_func.core.checks import warn_user
 from optimi_func.core.codes import CODECS, Moment8, narrow, widen
+from optimi_func.core.storage import COMP, GRAD, PARAM, coded_in
 from optimi_func.execution.cpp import Native, native
 from optimi_func.execution.slots import Slot
 
@@ -35,7 +37,8 @@ _exact: dict[int, bool] = {}  # by the id of the functions, which the process ke
 
 def can_run(slot: Slot) -> bool:
     """Return True if C++ has codecs for the slot's tensors; `are_exact` tries these."""
-    return slot.dtypes[-1].is_floating_point or slot.dtypes[0] == torch.bfloat16
+    comp = slot.compensation
+    return comp is None or comp.is_floating_point or slot.dtypes[PARAM] == torch.bfloat16
 
 
 def widens_gradients(slot: Slot, g: Tensor) -> bool:
@@ -44,33 +47,40 @@ def widens_gradients(slot: Slot, g: Tensor) -> bool:
     A kernel for bfloat16 gradients adds up in another order, but "exact" promises the bits
     of float32.
     """
-    return slot.dtypes[-1] == torch.int16 and g.dtype == torch.bfloat16
+    return slot.compensation == torch.int16 and g.dtype == torch.bfloat16
 
 
 def arguments_of(
-    slot: Slot, write: bool, moves: bool, widens: bool, given: int
+    dtypes: Mapping[str, torch.dtype],
+    names: Sequence[str],
+    table: Sequence[str],
+    write: bool,
+    moves: bool,
+    widens: bool,
 ) -> list[Argument]:
-    """Return the columns of each argument of a kernel, for any slot of its launch.
+    """Return where each argument of a kernel is stored in a launch's table.
 
-    Parameters move if `write`, and the kernel does more than to measure if `moves`. So many
-    arguments are given besides.
+    Args:
+        dtypes: The dtypes of the parameter, its state and compensation as they are stored.
+        names: The names of the kernel's arguments. Fields are decoded.
+        table: The names of the table's columns.
+        write: The step moves the parameters.
+        moves: The kernel does more than to measure.
+        widens: bfloat16 gradients are widened.
     """
-    _, *dtypes = slot.dtypes
-    last = len(slot.dtypes)
-    args = [Argument(0, 0, 0, False), Argument(_BFLOAT16 if widens else 0, 1, 1, False)]
-    if slot.compensated and not dtypes[-1].is_floating_point:
-        args[0] = Argument(_PARAMS[dtypes[-1]], 0, last, write and moves)
-    column = 2
-    for coded in slot.codes:
-        if coded:
-            args.append(Argument(_MOMENTS[dtypes[column - 2]], column, column + 1, moves))
+    at, coded = {name: i for i, name in enumerate(table)}, coded_in(dtypes)
+    comp = dtypes.get(COMP)
+    found: list[Argument] = []
+    for name in names:
+        if name in coded:
+            codes, scale = coded[name]
+            found.append(Argument(_MOMENTS[dtypes[codes]], at[codes], at[scale], moves))
+        elif name == PARAM and comp is not None and not comp.is_floating_point:
+            found.append(Argument(_PARAMS[comp], at[PARAM], at[COMP], write and moves))
         else:
-            args.append(Argument(0, column, column, False))
-        column += 1 + coded
-    if slot.compensated and dtypes[-1].is_floating_point:
-        args.append(Argument(0, column, column, False))
-    end = last + 1
-    return [*args, *[Argument(0, i, i, False) for i in range(end, end + given)]]
+            codec = _BFLOAT16 if widens and name == GRAD else 0
+            found.append(Argument(codec, at[name], at[name], False))
+    return found
 
 
 def roles_in_place(

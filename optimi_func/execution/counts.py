@@ -24,22 +24,16 @@ _version = attrgetter("_version")
 class Counts:
     """The values of the counts, and a check that nothing else has written to them.
 
-    `given` are the tensors of a plan (see `ClassPlan.current`): `rows` parameters, then
-    `width` for each, of which the first `counted` are counts. If `on_host`, the host reads
-    them. If `flagged`, a flag on the device may skip the step of a parameter.
+    `given` are the tensors of a plan (see `ClassPlan.current`), in which the step counts
+    are the first of the slices, and those of each running scalar another. If `on_host`, the
+    host reads them. If `flagged`, a flag on the device may skip the step of a parameter.
     """
 
     def __init__(
-        self,
-        given: list[Tensor],
-        rows: int,
-        width: int,
-        counted: int,
-        on_host: bool,
-        flagged: bool,
+        self, given: list[Tensor], slices: list[slice], on_host: bool, flagged: bool
     ) -> None:
-        self._rows, self._on_host, self._flagged = rows, on_host, flagged
-        self._slices = [slice(rows + i, None, width) for i in range(counted)]
+        self._slices, self._on_host, self._flagged = slices, on_host, flagged
+        self._rows = rows = len(given[slices[0]])
         tensors = self.tensors(given)
         self._expected = array("d", [0.0] * len(tensors) if on_host else ())
         self._addresses = array("q", map(Tensor.data_ptr, tensors))

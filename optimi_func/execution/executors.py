@@ -14,11 +14,12 @@ import torch
 
 from optimi_func.core.checks import is_first, warn_user
 from optimi_func.core.codes import GROUP, is_low
-from optimi_func.core.leaf import compute_dtype, count_means
+from optimi_func.core.leaf import FACTS, Size, requests
 from optimi_func.core.lists import chunks, grouped
 from optimi_func.core.packed import is_capturing
 from optimi_func.core.rehearsal import device_type, is_rehearsed
 from optimi_func.core.rule import Rule
+from optimi_func.core.storage import GRAD, PARAM, scales_in
 from optimi_func.execution.codecs import (
     are_exact,
     arguments_of,
@@ -91,14 +92,24 @@ def plan_launches(
     plan = planners.get(executor, plan_eager)
 
     # A list kernel takes rows of scalars, if it has to write no means behind them.
-    rounds = updates and count_means(rule, updates[0].scalars.scalars.rates, write)
-    counted = executor in ("foreach", "eager") or bool(rounds)
+    rounds = bool(updates) and bool(_rounds(rule, updates[0], write))
+    counted = executor in ("foreach", "eager") or rounds
     # Other processes wait for the message about means that these are in.
     reduced = [u for u in updates if u.slot.shard is not None and rule.join is None]
-    reduced = [u for u in reduced if count_means(rule, u.scalars.scalars.rates, write)]
+    reduced = [u for u in reduced if _rounds(rule, u, write)]
     groups = alike(updates, counted, bool(reduced))
     launches = [x for group in groups for x in plan(rule, group, write)]
-    return launches + [Launch(rule, [u], write) for u in reduced if not u.slot.numel]
+    empty = [u for u in reduced if not u.slot.numel]
+    return launches + [Launch(rule, [u], write, _asked(rule, u, write)) for u in empty]
+
+
+def _asked(rule: Rule, u: Update, write: bool) -> dict[str, Size]:
+    return requests(rule, u.scalars.scalars, write)
+
+
+def _rounds(rule: Rule, u: Update, write: bool) -> list[str]:
+    """Return the rounds of means that a step takes, by name."""
+    return [name for name in _asked(rule, u, write) if name != FACTS]
 
 
 def _plan_auto(rule: Rule, updates: list[Update], write: bool) -> list[Launch]:
@@ -146,7 +157,7 @@ def _plan_kernels(rule: Rule, updates: list[Update], write: bool) -> list[Launch
     around = slot.coded and updates_lists(device)
     if not slot.dense or (around and not (slot.in_place and can_run(slot))):
         return plan_eager(rule, updates, write)
-    rounds = count_means(rule, first.scalars.scalars.rates, write)
+    rounds, asked = _rounds(rule, first, write), _asked(rule, first, write)
     if is_rehearsed(device):
         listed = updates_lists(device) or not rounds
         direct, launches = _fitting(rule, updates, write, 1 if listed else 2, around)
@@ -154,33 +165,33 @@ def _plan_kernels(rule: Rule, updates: list[Update], write: bool) -> list[Launch
         return launches + [RehearsedLaunch(rule, x, write) for x in parts if x]
     make = partial(_kernel, rule, first, write, around, bool(rounds))
     try:
-        run, *means = [make(None), *map(make, range(len(rounds)))]
+        kernels = {name: make(name) for name in (None, *rounds)}
     except NoListKernelError as error:
         warn_once(f"the optimizer step for CPU runs eagerly, several times slower: {error}")
         return plan_eager(rule, updates, write)
+    run = kernels[None]
     # It would upload its table within the capture, from memory that is freed.
     if isinstance(run, TritonListKernel) and is_capturing(device):
-        run = run.single
-    kernels = [*means, run]
-    lists = [x for x in kernels if isinstance(x, ListKernel)]
+        kernels[None] = run = run.single
+    lists = {name: x for name, x in kernels.items() if isinstance(x, ListKernel)}
     listed = len(lists) == len(kernels)
     if around and not (listed and are_exact()):
         return plan_eager(rule, updates, write)
     # Length 1 would specialise the graph of a single kernel.
-    least = 1 if listed or (isinstance(run, TritonListKernel) and not means) else 2
+    least = 1 if listed or (isinstance(run, TritonListKernel) and not rounds) else 2
     direct, launches = _fitting(rule, updates, write, least, around)
     in_one_call = isinstance(run, ListKernel | TritonListKernel)
     for batch in split_twins(direct) if in_one_call else [direct]:
         parts = [batch]
-        if (listed and means) or first.draws:
+        if (listed and rounds) or first.draws:
             most = DRAWN if first.draws else MEASURED
             parts = list(chunks(batch, most, _numel))
         if listed:
-            launches += [ListLaunch(rule, part, write, lists) for part in parts]
+            launches += [ListLaunch(rule, part, write, asked, lists) for part in parts]
             continue
         for part in parts:
             same = grouped(part, lambda u: u.at).values()
-            launches += [KernelLaunch(rule, x, write, kernels) for x in same]
+            launches += [KernelLaunch(rule, x, write, asked, kernels) for x in same]
     return launches
 
 
@@ -196,7 +207,7 @@ def _fitting(
     A kernel takes at least so many elements. If it decodes codes itself, and not C++
     `around` it, it takes whole groups of them.
     """
-    group = GROUP if any(updates[0].slot.codes) and not around else 1
+    group = GROUP if scales_in(updates[0].slot.dtypes) and not around else 1
     fit = [u.slot.numel >= least and u.slot.numel % group == 0 for u in updates]
     rest = plan_eager(rule, list(compress(updates, [not x for x in fit])), write)
     return list(compress(updates, fit)), rest
@@ -208,38 +219,42 @@ def _kernel(
     write: bool,
     around: bool,
     has_means: bool,
-    measures: int | None,
+    measures: str | None,
 ) -> Kernel:
     """Compile a kernel for updates like `u`; it is called within `codecs` if `around`.
 
     A step that has means takes several, of which all but one measure a round.
     """
-    slot, decodes = u.slot, u.slot.coded and not around
-    p, *rest = slot.dtypes if decodes else slot.decoded
-    dtypes, codes = (p, u.g.dtype, *rest), slot.codes if decodes else ()
-    choices = rule, u.scalars.statics, write, slot.in_place, dtypes, u.g.device
-    key = KernelKey(*choices, codes=codes, given=u.given_dtypes)
+    slot = u.slot
+    own = slot.decoded if around or not slot.coded else slot.dtypes
     widens = around and has_means and widens_gradients(slot, u.g)
-    if widens:
-        key = key._replace(dtypes=(p, torch.float32, *rest))
+    grad = torch.float32 if widens else u.g.dtype
+    tensors = tuple({PARAM: own[PARAM], GRAD: grad, **own}.items())
+    choices = rule, u.scalars.statics, write, slot.in_place, tensors, u.g.device
+    key = KernelKey(*choices, given=u.given_dtypes)
+    given = [name for name, _ in key.given]
+    table = [PARAM, GRAD, *[name for name in slot.dtypes if name != PARAM], *given]
     # Where 16-bit tensors stand beside wider ones, Inductor's in-place code stores 16 of
     # them under a mask, and the next vector's load has to wait for that store. So such a
     # step runs the code that writes to new tensors, on in-place arguments. With AVX-512 a
     # step of 8-bit moments takes 7.2 ms in place of 11.8 with Kahan compensations, and 4.8
     # in place of 8.7 with plain bfloat16 weights; with AVX2 there is no difference.
-    mixed = len({*map(is_low, (p, *rest))}) > 1
+    mixed = len({*map(is_low, own.values())}) > 1
     listed = updates_lists(u.g.device)
     simple = write and not has_means and not u.given
     if mixed and listed and slot.in_place and simple:
         result = kernel(key._replace(in_place=False), u.scalars.scalars)
-        wide = compute_dtype(u.g.dtype, *slot.dtypes)
+        wide = u.wide
         count = len(u.scalars.array(wide))
         if isinstance(result, ListKernel) and can_run_in_place(
             result, count, wide, key.dtypes
         ):
-            return in_place_kernel(result, arguments_of(slot, write, True, widens, 0))
+            stored = arguments_of(slot.dtypes, key.names, table, write, True, widens)
+            return in_place_kernel(result, stored)
     result = kernel(key._replace(round=measures), u.scalars.scalars)
     if around and isinstance(result, ListKernel):
-        own = arguments_of(slot, write, measures is None, widens, len(u.given))
-        return ListKernel(*result.made_of, own)
+        names = [*key.names, *given]
+        how = write, measures is None, widens
+        stored = arguments_of(slot.dtypes, names, table, *how)
+        return ListKernel(*result.made_of, stored)
     return result

@@ -7,6 +7,7 @@ code directly.
 """
 
 import os
+import re
 import threading
 import types
 import warnings
@@ -24,20 +25,23 @@ from optimi_func.core.checks import is_first, warn_user
 from optimi_func.core.codes import GROUP
 from optimi_func.core.hooks import OWN
 from optimi_func.core.leaf import (
+    answering,
     compute_dtype,
-    count_beforehand,
-    count_means,
-    count_tops,
     leaf_round,
     leaf_step,
-    taking,
+    requests,
     whole_means,
     with_given,
 )
 from optimi_func.core.packed import fill, is_capturing
 from optimi_func.core.rehearsal import device_type
 from optimi_func.core.rule import Rule, Scalars
-from optimi_func.core.storage import flat_leaf, leaf_of
+from optimi_func.core.storage import (
+    COMP,
+    GRAD,
+    leaf_in,
+    scales_in,
+)
 from optimi_func.core.torch_private import has_stance, is_switched_off
 from optimi_func.execution import store
 from optimi_func.execution.cpp import MOST, failure, native
@@ -49,7 +53,6 @@ from optimi_func.execution.inductor import (
 )
 from optimi_func.execution.list_kernel import TRIAL, ListKernel, agree
 from optimi_func.execution.shaped import ShapedKernel, trials
-from optimi_func.execution.slots import scale_places
 from optimi_func.execution.tensors import write_back
 
 T = TypeVar("T")
@@ -65,35 +68,49 @@ class KernelKey(NamedTuple):
     statics: tuple[bool | str | None, ...]  # the scalars that choose a graph
     write: bool  # False moves the state alone
     in_place: bool  # False: results go to more arguments, the targets
-    dtypes: tuple[torch.dtype, ...]  # of p, g, the state's fields, the compensation
+    # Names and dtypes of the tensors that the kernel takes after the scalars: parameter,
+    # gradient, state and compensation. If it is not in place, the targets follow, which are
+    # all of them but the gradient, and at last what the step is given besides. A field in
+    # codes is two tensors, which the kernel itself decodes.
+    tensors: tuple[tuple[str, torch.dtype], ...]
     device: torch.device
-    # A step with means over the tensor takes a kernel for each round of them, which writes
-    # them behind the scalars and those known, and one that reads them all. One graph would
-    # keep everything that it computes before the means in tensors as long as the parameter.
-    round: int | None = None
-    # Fields of the state that the kernel itself decodes: two tensors each.
-    codes: tuple[bool, ...] = ()
+    # A step with means over the tensor takes a kernel for each round of them, by its name,
+    # which writes them behind the scalars and the answers before it, and one that reads
+    # them all. One graph would keep everything that it computes before the means in tensors
+    # as long as the parameter.
+    round: str | None = None
     shape: tuple[int, ...] = ()  # of the example of a kernel that maps whole tensors
-    given: tuple[torch.dtype, ...] = ()  # of the last tensors: see `Rule.given`
+    given: tuple[tuple[str, torch.dtype], ...] = ()  # see `Rule.given`
 
     @property
-    def compensated(self) -> bool:
-        """Return True if the last tensor is the compensation."""
-        return len(self.dtypes) > 2 + len(self.rule.state._fields) + sum(self.codes)
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Return the dtypes of parameter, gradient, state and compensation."""
+        return tuple([dtype for _, dtype in self.tensors])
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of parameter, gradient, state and compensation."""
+        return [name for name, _ in self.tensors]
+
+    @property
+    def targets(self) -> list[str]:
+        """Return the names of what a step writes."""
+        return [name for name in self.names if name != GRAD]
 
     @property
     def row(self) -> int:
         """Return the elements of a row: those that share a scale, else 1."""
-        return GROUP if any(self.codes) else 1
+        return GROUP if scales_in(self.names) else 1
 
     @property
     def name(self) -> str:
         """Return a name for profiles and logs."""
         kinds = (str(d).removeprefix("torch.") for d in dict.fromkeys(self.dtypes))
-        flags = [f for f in ("write", "in_place", "compensated") if getattr(self, f)]
+        flags = [f for f in ("write", "in_place") if getattr(self, f)]
+        flags += ["compensated"] * (COMP in self.names)
         statics = [str(s) for s in self.statics if isinstance(s, bool)]
-        part = [] if self.round is None else ["mean" + "2" * self.round]
-        codes = ["codes"] if any(self.codes) else []
+        part = [] if self.round is None else ["mean_" + re.sub(r"\W", "_", self.round)]
+        codes = ["codes"] * bool(scales_in(self.names))
         sizes = list(map(str, self.shape))
         return "_".join([self.rule.name, *kinds, *flags, *statics, *part, *codes, *sizes])
 
@@ -234,15 +251,15 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
     """Load the kernel from the store, or compile it and keep it there."""
     if is_switched_off():
         raise SwitchedOffError
-    listed = updates_lists(key.device) and not key.codes
+    listed = updates_lists(key.device) and not scales_in(key.names)
     if listed and (_is_large(key) or not has_list_kernels()):
         raise _without_lists(key)
     spec = pytree.tree_structure(scalars)
-    means = count_means(key.rule, scalars.rates, key.write)
-    # A kernel that measures a round is given those before it, and writes its own.
-    means = means if key.round is None else means[: key.round + 1]
-    count = sum(means) + count_beforehand(key.rule, scalars.rates)
-    run = _body(key, spec)
+    before = answers_before(key, scalars)
+    count = sum(before.values())
+    run = _body(key, spec, before)
+    if key.round is not None:  # it writes its own means behind those
+        count += requests(key.rule, scalars, key.write)[key.round].number
     entry = ""
     # Only torch.compile knows what a stance asks for.
     if asks := key.device.type == "cpu" and not has_stance():
@@ -323,40 +340,53 @@ def _example(key: KernelKey, count: int, length: int) -> list[Tensor]:
         size = key.statics.count(None)
         numbers = torch.ones(size, dtype=torch.float64, device=key.device)
         return [numbers, *[torch.ones_like(x, dtype=d) for x, d in zip(like, key.dtypes)]]
-    # Scales have one element for each row. The state comes after p and g.
-    scales = scale_places(key.codes, 2)
-    lengths = [length // key.row if i in scales else length for i in range(len(key.dtypes))]
-    flat = [torch.ones(n, dtype=d, device=key.device) for n, d in zip(lengths, key.dtypes)]
-    given = [torch.ones(length, dtype=d, device=key.device) for d in key.given]
-    tensors = in_rows([*flat, *given], key.row)
-    tensors, given = tensors[: len(flat)], tensors[len(flat) :]
-    targets = [] if key.in_place else [x.clone() for x in [tensors[0], *tensors[2:]]]
-    size = count + sum(s is None for s in key.statics)
+    scales, every = scales_in(key.names), [*key.tensors, *key.given]
+    # Scales have one element for each row.
+    lengths = [length // key.row if name in scales else length for name, _ in every]
+    flat = [torch.ones(n, dtype=x[1], device=key.device) for n, x in zip(lengths, every)]
+    tensors = dict(zip([name for name, _ in every], in_rows(flat, key.row)))
+    own = [tensors[name] for name in key.names]
+    targets = [] if key.in_place else [tensors[name].clone() for name in key.targets]
+    size = count + key.statics.count(None)
     numbers = torch.ones(size, dtype=compute_dtype(*key.dtypes), device=key.device)
-    return [numbers, *tensors, *targets, *given]
+    return [numbers, *own, *targets, *[tensors[name] for name, _ in key.given]]
 
 
-def _body(key: KernelKey, spec: pytree.TreeSpec) -> Kernel:
-    rule, inputs = key.rule, len(key.dtypes)
+def answers_before(key: KernelKey, scalars: Scalars) -> dict[str, int]:
+    """Return the requests whose answers a kernel is given, with their counts of numbers."""
+    asked = requests(key.rule, scalars, key.write) if not key.shape else {}
+    names = [*asked]
+    if key.round is not None:
+        names = names[: names.index(key.round)]
+    return {name: asked[name].number for name in names}
+
+
+def _body(key: KernelKey, spec: pytree.TreeSpec, before: dict[str, int]) -> Kernel:
+    """Return the function that a kernel is compiled from.
+
+    Its numbers are the scalars, the answers of the requests `before`, and the kernel's own.
+    """
+    rule, names = key.rule, [name for name, _ in key.tensors]
+    targets = [] if key.in_place else key.targets
+    given = [name for name, _ in key.given]
 
     def run(numbers: Tensor, *tensors: Tensor) -> None:
-        values = numbers.unbind()
-        end = len(tensors) - len(key.given)
-        p, g, *rest = tensors[:inputs]
-        stored = leaf_of(rule, key.codes, [p, *rest])
+        left, values = iter(tensors), iter(numbers.unbind())
+        own = {name: next(left) for name in names}
+        into = {name: next(left) for name in targets} if targets else own
         scalars = fill(key.statics, spec, values)
-        leaf, scalars = with_given(rule, stored, scalars, tensors[end:])
-        known = values[key.statics.count(None) :]
+        stored = leaf_in(rule, own)
+        more = {name: next(left) for name in given}
+        leaf, scalars = with_given(stored, scalars, more)
+        known = {name: [next(values) for _ in range(n)] for name, n in before.items()}
         if key.round is not None:
-            count = count_means(rule, scalars.rates, key.write)[key.round]
-            found = leaf_round(rule, leaf, g, scalars, known[:-count])
-            tops = count_tops(rule, scalars.rates, key.write)[key.round]
-            for place, mean in zip(numbers.split(1)[-count:], whole_means(found, tops)):
+            asked = leaf_round(rule, leaf, own[GRAD], scalars, known, key.write)
+            means = whole_means(asked.tensors, asked.tops)
+            for place, mean in zip(numbers.split(1)[-len(means) :], means):
                 place.copy_(mean.reshape(1))
             return
-        take = taking(rule, scalars.rates, known, whole_means)
-        new = leaf_step(rule, leaf, g, scalars, key.write, take)
-        write_back(flat_leaf(stored) if key.in_place else tensors[inputs:end], new)
+        answer = answering(known)
+        write_back(into, leaf_step(rule, leaf, own[GRAD], scalars, key.write, answer))
 
     return run
 

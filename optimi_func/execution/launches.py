@@ -2,9 +2,9 @@
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from itertools import accumulate, chain, islice
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, Self, TypeVar
 
@@ -18,12 +18,13 @@ from optimi_func.core.distributed import (
     distribute_like,
     to_local,
 )
-from optimi_func.core.leaf import compute_dtype, count_beforehand, count_means, count_tops
+from optimi_func.core.leaf import FACTS, Size
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.packed import ALIGNMENT
 from optimi_func.core.philox import drawn
 from optimi_func.core.program import Room
 from optimi_func.core.rule import Rule
+from optimi_func.core.storage import PARAM, scales_in
 from optimi_func.execution.cpp import PIECE, loaded
 from optimi_func.execution.inductor import Kernel
 from optimi_func.execution.list_kernel import ListKernel
@@ -38,67 +39,76 @@ _on_host, _raw = attrgetter("on_host"), attrgetter("raw")
 class Launch:
     """A call that updates some of a plan's parameters; nothing happens before `run`.
 
-    It is made of updates of one kind (see `alike`) in ascending order. The base class is
-    that of empty tensors.
+    It is made of updates of one kind (see `alike`). The base class is that of empty
+    tensors.
+
+    Args:
+        rule: The mathematics.
+        updates: The parameters.
+        write: False moves the state alone.
+        asked: What the step of each parameter asks for: see `core.leaf.requests`.
     """
 
     host = False  # with scalars on the host, `run` calls no operation of torch
     raw = False  # `run` may write past autograd, whose versions then count nothing
     movable = True  # `readdress` is all that other addresses take
+    in_order = True  # its parameters are in the order of the plan
 
-    def __init__(self, rule: Rule, updates: Sequence[Update], write: bool) -> None:
+    def __init__(
+        self,
+        rule: Rule,
+        updates: Sequence[Update],
+        write: bool,
+        asked: Mapping[str, Size] | None = None,
+    ) -> None:
         first = updates[0]
         self.places = [u.place for u in updates]
         self.lengths = array("q", [u.slot.numel for u in updates])
         self._rule, self._write, self._at = rule, write, first.at
-        self.dtype = compute_dtype(first.g.dtype, *first.slot.dtypes)
-        self._columns, self._codes = first.slot.columns, first.slot.codes
+        self.dtype = first.wide
+        self._names = [*first.slot.dtypes]  # of the tensors that it reads or writes
         self._in_place = first.slot.in_place
         # The addresses of the parameters, and those of all columns after the gradients.
         p, *rest = zip(*[u.slot.addresses for u in updates]) if self._in_place else [()]
         self._fixed = array("q", p), array("q", chain.from_iterable(rest))
         self._aligned = all([u.aligned for u in updates])
         self._given = bool(first.given)
-        # The number of means in each round that is measured before `run`, and the number
-        # of elements of each tensor, which a rule with `measure` knows before that.
-        rates = first.scalars.scalars.rates
-        self.rounds = count_means(rule, rates, write)
-        self.tops = count_tops(rule, rates, write)
-        self.sizes: Tensor | None = None
-        # The columns of what a rule with `measure` keeps, before the compensations.
-        self.count_beforehand = count_beforehand(rule, rates)
-        self.kept = range(-1 - max(0, self.count_beforehand - 1), -1)
+        self.asked = asked = asked or {}
+        # What is measured before `run`.
+        self.rounds = {name: size for name, size in asked.items() if name != FACTS}
         # Sums of a rule that joins them are reduced at the end of the step.
         held = bool(self.rounds) and rule.join is None
         self.shards = [u.slot.shard for u in updates if held and u.slot.shard is not None]
-        if self.count_beforehand:
+        self.keeps = rule.whole_fields if rule.measure is not None else ()
+        self._numels: Tensor | None = None
+        if FACTS in asked:
             device = first.g.device
             sizes = [x.numel for x in self.shards] or self.lengths.tolist()
             wide = torch.tensor(sizes, dtype=torch.float64, device="cpu")
-            self.sizes = wide.to(device, scalar_dtype(device))[:, None]
+            self._numels = wide.to(device, scalar_dtype(device))
 
     def pick(self, items: list[T]) -> list[T]:
         """Pick this launch's part from a list with an item for each parameter."""
-        if len(items) == len(self.places):
+        if self.in_order and len(items) == len(self.places):
             return items
         return [items[i] for i in self.places]
 
-    def read(self, lists: list[list[Any]]) -> list[list[Any]]:
+    def read(self, lists: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
         """Pick the tensors of this launch, out of those that it reads or writes."""
-        return [self.pick(lists[i]) for i in self._columns]
+        return {name: self.pick(lists[name]) for name in self._names}
 
     def addresses(self, columns: Columns) -> "tuple[array[int], array[int]]":
         """Return the addresses before those of the gradients, and those after them.
 
         They are `_fixed` if the step is in place.
         """
-        p, *rest = self.read(columns.own) + self.read(columns.into)
-        return addresses(p), addresses(chain.from_iterable(rest))
+        p, *rest = self.read(columns.own).values()
+        into = () if columns.in_place else self.read(columns.into).values()
+        return addresses(p), addresses(chain.from_iterable([*rest, *into]))
 
     def readdress(self, columns: Columns) -> None:
         """Update these tensors from now on, which differ in their addresses alone."""
-        p, *rest = self.read(columns.own)
-        self._fixed = addresses(p), addresses(chain.from_iterable(rest))
+        self._fixed = self.addresses(columns)
 
     def moved(self, columns: Columns) -> Self:
         """Return a launch of tensors that differ in their addresses alone."""
@@ -106,65 +116,60 @@ class Launch:
         launch.readdress(columns)
         return launch
 
-    def _round(self, known: Tensor | None) -> int:
-        """Return the index of the round after those known."""
-        width = self.count_beforehand if known is None else known.shape[1]
-        before = accumulate(self.rounds, initial=self.count_beforehand)
-        return [*before].index(width)
+    def facts(self, step: Step) -> dict[str, Tensor]:
+        """Return the answers that need no computation: see `core.leaf.Facts`.
 
-    def beforehand(self, step: Step) -> Tensor | None:
-        """Return what is known before any round, a row for each tensor."""
-        if not self.kept or self.sizes is None:
-            return self.sizes
-        columns = [self.pick(step.columns.own[i]) for i in self.kept]
-        rows = [torch.stack(x).to(self.sizes) for x in columns]
-        return torch.stack([self.sizes[:, 0], *rows], 1)
+        An answer has a row for each tensor.
+        """
+        if self._numels is None:
+            return {}
+        lists = [self.pick(step.columns.own[name]) for name in self.keeps]
+        kept = [torch.stack(x).to(self._numels) for x in lists]
+        return {FACTS: torch.stack([self._numels, *kept], 1)}
 
-    def keep(self, step: Step, known: Tensor | None) -> None:
+    def keep(self, step: Step, known: Mapping[str, Tensor]) -> None:
         """Write the numbers of tensors that a rule with `measure` keeps."""
-        assert known is not None and self._rule.measure is not None
-        count = self.count_beforehand + self._rule.measure.number
-        own = known[:, :count].to(self.dtype).unbind(1)
+        assert self._rule.measure is not None
+        own = torch.cat([known[FACTS], known["measure"]], 1).to(self.dtype).unbind(1)
         _, new = self._rule.measure.settle(own, step.packed[self._at].scalars.coeffs)
-        for i, x in zip(self.kept, new):
-            torch._foreach_copy_(self.pick(step.columns.into[i]), x.unbind())
+        for name, x in zip(self.keeps, new):
+            torch._foreach_copy_(self.pick(step.columns.into[name]), x.unbind())
 
     def aligned(self, columns: Columns) -> list[Tensor]:
         """Pick the gradients, copied if a kernel would misread their memory."""
         grads = self.pick(columns.grads)
         if self._aligned:
             return grads
-        return list(map(_align, self.pick(columns.own[0]), grads))
+        return list(map(_align, self.pick(columns.own[PARAM]), grads))
 
-    def given(self, columns: Columns) -> list[list[Tensor]]:
+    def given(self, columns: Columns) -> dict[str, list[Tensor]]:
         """Pick what is given besides, in the parameters' memory order."""
-        lists: list[list[Tensor]] = []
+        lists: dict[str, list[Tensor]] = {}
         if not self._given:
             return lists
-        params = self.pick(columns.own[0])
-        for column in map(self.pick, columns.given):
-            if column[0] is not None:
-                tensors = _drawn_bits(column) or drawn(column, self.dtype)
-                tensors = to_local(tensors)
-                lists.append(list(map(_align, params, tensors)))
+        params = self.pick(columns.own[PARAM])
+        for name, column in columns.given.items():
+            if (picked := self.pick(column))[0] is not None:
+                tensors = _drawn_bits(picked) or drawn(picked, self.dtype)
+                lists[name] = list(map(_align, params, to_local(tensors)))
         return lists
 
-    def measure(self, step: Step, known: Tensor | None) -> Tensor:
-        """Return the means of the next round over the local tensors, a row for each.
+    def measure(self, step: Step, name: str, known: Mapping[str, Tensor]) -> Tensor:
+        """Return the means of a round over the local tensors, a row for each.
 
-        `known` has a row of those before it.
+        `known` has the answers of the requests before it.
         """
-        i = self._round(known)
-        count, device = self.rounds[i], step.columns.grads[self.places[0]].device
+        del known
+        (count, tops), device = self.rounds[name], step.columns.grads[self.places[0]].device
         shape = len(self.places), count
         found = torch.zeros(shape, dtype=torch.float64, device=device)
-        found[:, count - self.tops[i] :] = -math.inf
+        found[:, count - tops :] = -math.inf
         return found
 
-    def run(self, step: Step, known: Tensor | None) -> Tensor | None:
-        """Update the parameters, and return the means that it has taken itself, if any.
+    def run(self, step: Step, known: Mapping[str, Tensor]) -> Tensor | None:
+        """Update the parameters, and return the sums that it has taken itself, if any.
 
-        `known` are those of all `rounds`.
+        `known` are the answers of all `rounds`.
         """
 
 
@@ -189,9 +194,10 @@ def run_launches(launches: list[Launch], step: Step, joins: bool) -> dict[int, P
                     if x is not None and flag is not None:
                         backups.append((x, flag, x.clone()))
             taken = launch.run(step, known)
-            if launch.kept and step.write:
+            if launch.keeps and step.write:
                 launch.keep(step, known)
-            if joins and (taken := known if taken is None else taken) is not None:
+            taken = known.get("sums") if taken is None else taken
+            if joins and taken is not None:
                 rows = taken.to(scalar_dtype(taken.device)).unbind()
                 rows = torch._foreach_mul(rows, launch.lengths.tolist())
                 sums.update(zip(launch.places, rows))
@@ -211,8 +217,10 @@ def run_launches(launches: list[Launch], step: Step, joins: bool) -> dict[int, P
     return {i: (sums.get(i), step.packed[k].finite) for i, k in enumerate(step.at)}
 
 
-def measured(launches: list[Launch], step: Step) -> Iterator[tuple[Launch, Tensor | None]]:
-    """Yield launches with the means of all their rounds, a row for each tensor.
+def measured(
+    launches: list[Launch], step: Step
+) -> Iterator[tuple[Launch, dict[str, Tensor]]]:
+    """Yield launches with the answers of all their requests, a row for each tensor.
 
     Each is measured when it is to run, while its tensors are in a cache. Shards are
     measured together, because processes send one message for each round.
@@ -222,21 +230,17 @@ def measured(launches: list[Launch], step: Step) -> Iterator[tuple[Launch, Tenso
         if launch.shards:
             together.append(launch)
             continue
-        # Without a call where there is nothing, as for most rules.
-        known = None if launch.sizes is None else launch.beforehand(step)
-        for _ in launch.rounds:
-            known = _behind(known, launch.measure(step, known))
+        known = launch.facts(step) if launch.asked else {}
+        for name in launch.rounds:
+            known[name] = launch.measure(step, name, known)
         yield launch, known
-    every = [launch.beforehand(step) for launch in together] if together else []
-    for i, _ in enumerate(together[0].rounds if together else ()):
-        found = [x.measure(step, known) for x, known in zip(together, every)]
-        whole = _over_shards(together, found, together[0].tops[i])
-        every = list(map(_behind, every, whole))
+    every = [launch.facts(step) for launch in together]
+    for name, size in together[0].rounds.items() if together else ():
+        found = [x.measure(step, name, known) for x, known in zip(together, every)]
+        whole = _over_shards(together, found, size.tops)
+        for known, x in zip(every, whole):
+            known[name] = x
     yield from zip(together, every)
-
-
-def _behind(known: Tensor | None, found: Tensor) -> Tensor:
-    return found if known is None else torch.cat([known, found], 1)
 
 
 def _over_shards(batch: list[Launch], found: list[Tensor], tops: int) -> list[Tensor]:
@@ -290,7 +294,7 @@ class RehearsedLaunch(Launch):
 
     raw = True
 
-    def run(self, step: Step, known: Tensor | None) -> None:
+    def run(self, step: Step, known: Mapping[str, Tensor]) -> None:
         """Make the arguments of the kernels, which are all that is allocated."""
         grads = self.aligned(step.columns)
         given = self.given(step.columns)
@@ -300,17 +304,22 @@ class RehearsedLaunch(Launch):
 class KernelLaunch(Launch):
     """Parameters that share their kernels, which are called for each of them.
 
-    A TritonListKernel is called once for all. The last of `kernels` updates a parameter.
-    Those before it measure one round each, and write its means behind the scalars and the
-    means known, where the last reads them.
+    A TritonListKernel is called once for all. The kernel under None updates a parameter.
+    The others measure the round of their name, and write its means behind the scalars and
+    the answers before it.
     """
 
     raw = True
 
     def __init__(
-        self, rule: Rule, updates: list[Update], write: bool, kernels: list[Kernel]
+        self,
+        rule: Rule,
+        updates: list[Update],
+        write: bool,
+        asked: Mapping[str, Size],
+        kernels: Mapping[str | None, Kernel],
     ) -> None:
-        super().__init__(rule, updates, write)
+        super().__init__(rule, updates, write, asked)
         self._kernels = kernels
         self._table: DeviceTable | None = None
 
@@ -322,39 +331,38 @@ class KernelLaunch(Launch):
     def _call(
         self, kernel: Kernel, columns: Columns, grads: list[Tensor], values: Tensor
     ) -> None:
-        p, *state = self.read(columns.own)
+        p, *state = self.read(columns.own).values()
         arguments = [p, grads, *state]
         if not self._in_place:
-            arguments += self.read(columns.into)
-        arguments += self.given(columns)
+            arguments += self.read(columns.into).values()
+        arguments += self.given(columns).values()
         for row, *tensors in zip(values, *arguments):
             kernel(row, *tensors)
 
-    def measure(self, step: Step, known: Tensor | None) -> Tensor:
+    def measure(self, step: Step, name: str, known: Mapping[str, Tensor]) -> Tensor:
         """Return the means, which the kernel writes after each row of scalars."""
-        i = self._round(known)
-        grads = self.aligned(step.columns)
+        grads, count = self.aligned(step.columns), self.rounds[name].number
         values = step.packed[self._at].tensor(self.dtype, grads[0].device)
-        values = rows(values, len(grads), known, self.rounds[i])
-        self._call(self._kernels[i], step.columns, grads, values)
-        return values[:, -self.rounds[i] :]
+        values = rows(values, len(grads), together(known), count)
+        self._call(self._kernels[name], step.columns, grads, values)
+        return values[:, -count:]
 
-    def run(self, step: Step, known: Tensor | None) -> Tensor | None:
+    def run(self, step: Step, known: Mapping[str, Tensor]) -> Tensor | None:
         """Update the parameters."""
-        columns, kernel = step.columns, self._kernels[-1]
+        columns, kernel = step.columns, self._kernels[None]
         grads = self.aligned(columns)
         values = step.packed[self._at].tensor(self.dtype, grads[0].device)
-        if known is None:
-            values = values.expand(len(grads), -1)
+        if known:
+            values = rows(values, len(grads), together(known))
         else:
-            values = rows(values, len(grads), known)
+            values = values.expand(len(grads), -1)
         if not isinstance(kernel, TritonListKernel):
             self._call(kernel, columns, grads, values)
             return
         given = self.given(columns)
         if self._table is None or not self._in_place or given:
             before, after = self._fixed if self._in_place else self.addresses(columns)
-            table = before + after + addresses(chain.from_iterable(given))
+            table = before + after + addresses(chain.from_iterable(given.values()))
             self._table = DeviceTable(grads[0].device, self.lengths, table)
         kernel.run(values, self._table, addresses(grads))
 
@@ -368,12 +376,17 @@ class ListLaunch(Launch):
     raw = True
 
     def __init__(
-        self, rule: Rule, updates: list[Update], write: bool, kernels: list[ListKernel]
+        self,
+        rule: Rule,
+        updates: list[Update],
+        write: bool,
+        asked: Mapping[str, Size],
+        kernels: Mapping[str | None, ListKernel],
     ) -> None:
-        super().__init__(rule, updates, write)
+        super().__init__(rule, updates, write, asked)
         self.kernels = kernels
         self._each = [u.at for u in updates]
-        self._dithers, self._several = any(self._codes), {*self._each}
+        self._dithers, self._several = bool(scales_in(self._names)), {*self._each}
         self.host = self._aligned and not self.rounds and not self._given
         # For each piece that is measured, its row and its share of that.
         lengths = self.lengths
@@ -388,43 +401,43 @@ class ListLaunch(Launch):
             self._shares = torch.tensor(shares, dtype=torch.float64, device="cpu")
 
     def _table(
-        self, columns: Columns, grads: list[Tensor], given: list[list[Tensor]]
+        self, columns: Columns, grads: list[Tensor], given: dict[str, list[Tensor]]
     ) -> "array[int]":
         before, after = self._fixed if self._in_place else self.addresses(columns)
         table = before + addresses(grads) + after
-        return table + addresses(chain.from_iterable(given)) if given else table
+        return table + addresses(chain.from_iterable(given.values())) if given else table
 
-    def measure(self, step: Step, known: Tensor | None) -> Tensor:
+    def measure(self, step: Step, name: str, known: Mapping[str, Tensor]) -> Tensor:
         """Return the means, which depend on neither threads nor the rest of the list."""
-        i, count = self._round(known), len(self.places)
-        grads = self.aligned(step.columns)
+        (number, tops), count = self.rounds[name], len(self.places)
+        grads, answers = self.aligned(step.columns), together(known)
         values = step.packed[self._at].tensor(self.dtype, grads[0].device)
-        if known is not None and self._pieces > count:
-            known = known[self._rows]
-        buffer = rows(values, self._pieces, known, self.rounds[i])
+        if answers is not None and self._pieces > count:
+            answers = answers[self._rows]
+        buffer = rows(values, self._pieces, answers, number)
         each = buffer.stride(0) * buffer.element_size()
         # These may be copies, which have to be alive until the kernel has run.
         given = self.given(step.columns)
         table = self._table(step.columns, grads, given)
-        self.kernels[i].run(buffer.data_ptr(), table, self.lengths, per_piece=each)
-        means = buffer[:, -self.rounds[i] :]
+        self.kernels[name].run(buffer.data_ptr(), table, self.lengths, per_piece=each)
+        means = buffer[:, -number:]
         if self._pieces == count:
             return means
-        whole = torch.zeros((count, self.rounds[i]), dtype=torch.float64, device="cpu")
-        end = self.rounds[i] - self.tops[i]
+        whole = torch.zeros((count, number), dtype=torch.float64, device="cpu")
+        end = number - tops
         whole[:, :end].index_add_(0, self._rows, means[:, :end] * self._shares[:, None])
-        tops = means[:, end:].double()
-        places = self._rows[:, None].expand_as(tops)
-        whole[:, end:].scatter_reduce_(0, places, tops, "amax", include_self=False)
+        largest = means[:, end:].double()
+        places = self._rows[:, None].expand_as(largest)
+        whole[:, end:].scatter_reduce_(0, places, largest, "amax", include_self=False)
         return whole
 
-    def run(self, step: Step, known: Tensor | None) -> Tensor | None:
+    def run(self, step: Step, known: Mapping[str, Tensor]) -> Tensor | None:
         """Update the parameters."""
         packed, per_row = step.packed, 0
         own, grads = packed[self._at], self.aligned(step.columns)
-        given = self.given(step.columns) if self._given else []
+        given = self.given(step.columns) if self._given else {}
         table = self._table(step.columns, grads, given)
-        if known is None and all(map(_on_host, packed)):
+        if not known and all(map(_on_host, packed)):
             if len(self._several) == 1:
                 values = own.array(self.dtype)
             else:
@@ -438,17 +451,24 @@ class ListLaunch(Launch):
             if len(self._several) > 1:
                 every = [packed[i].tensor(self.dtype, values.device) for i in self._each]
                 values = torch.stack(every)
-            if known is not None or len(self._several) > 1:
-                values = rows(values, len(grads), known)
+            if known or len(self._several) > 1:
+                values = rows(values, len(grads), together(known))
                 per_row = values.stride(0) * values.element_size()
             at = values.data_ptr()
         # Only codes are rounded by it. Reading it from a GPU would synchronize.
         dither = float(own.scalars.dither) if self._dithers else 0.0
-        self.kernels[-1].run(at, table, self.lengths, per_row=per_row, dither=dither)
+        self.kernels[None].run(at, table, self.lengths, per_row=per_row, dither=dither)
+
+
+def together(known: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the answers known as kernels take them, in one row for each tensor."""
+    if len(known) < 2:
+        return next(iter(known.values()), None)
+    return torch.cat([*known.values()], 1)
 
 
 def rows(values: Tensor, count: int, known: Tensor | None, room: int = 0) -> Tensor:
-    """Return rows of values, means known, and room; each begins where kernels expect it."""
+    """Return rows of values, answers, and room; each begins where kernels expect it."""
     width, unit = values.shape[-1], ALIGNMENT // values.element_size()
     end = width + (0 if known is None else known.shape[1])
     padded = values.new_empty(count, -(-(end + room) // unit) * unit)[:, : end + room]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 from optimi_func.core.distributed import any_complex, any_distributed, to_local
 from optimi_func.core.owners import Holders
 from optimi_func.core.rule import Rule
-from optimi_func.core.storage import names_in
+from optimi_func.core.storage import PARAM, names_in
 from optimi_func.execution.counts import Counts
 from optimi_func.execution.executors import Executor, plan_launches
 from optimi_func.execution.guards import Guard
@@ -71,15 +71,18 @@ class Plan:
             kind = *kind, tuple([x.statics for x in packed]), tuple(at)
         inputs = grads
         if given:
-            inputs = [x for x in chain(grads, *given) if isinstance(x, Tensor)]
+            every = chain(grads, *given.values())
+            inputs = [x for x in every if isinstance(x, Tensor)]
         if (known := self._known.get(kind)) and known[0].holds(inputs):
             return known[1]
         check()
-        rows = enumerate(zip(self.slots, own[0], grads, at))
+        rows = enumerate(zip(self.slots, own[PARAM], grads, at))
         updates = [Update(i, slot, p, g, k, packed[k]) for i, (slot, p, g, k) in rows]
-        if given:
-            rows = [tuple([x for x in row if x is not None]) for row in zip(*given)]
-            updates = [u._replace(given=row) for u, row in zip(updates, rows)]
+        for name, column in given.items():
+            pairs = zip(updates, column)
+            updates = [
+                u if x is None else u._replace(given={**u.given, name: x}) for u, x in pairs
+            ]
         with kernel_context(grads[0].device if grads else torch.device("cpu")):
             launches = plan_launches(executor, self.rule, updates, write)
         if len(self._known) >= _KINDS:
@@ -116,7 +119,7 @@ class ClassPlan(Plan):
         every = names_in(fields, dict.fromkeys(chain.from_iterable(field_names)))
         # Joined ones are the same for all parameters, and written at the end of a step.
         counted = rule.counted if rule.join is None else ("step",)
-        self._names, self._counted = [*counted, *every], len(counted)
+        self._names = [*counted, *every]
         # With one name itemgetter would return no tuple.
         alike = self._all and len(self._names) > 1
         self._getter = itemgetter(*self._names) if alike else self._get
@@ -127,13 +130,17 @@ class ClassPlan(Plan):
         full = [*params, *chain.from_iterable(map(self._getter, entries))]
         tensors = self.made = to_local(full) if self.viewed else full
         self._guard = Guard(self._present(tensors), addresses=True)
-        shape = len(params), len(self._names), self._counted
-        self._counting = *shape, not capturable, flagged
+        # Where the list of all tensors has those of a name: one of each parameter's.
+        rows_of = [
+            slice(len(params) + i, None, len(self._names)) for i in range(len(self._names))
+        ]
+        self._slices = {PARAM: slice(len(params)), **dict(zip(self._names, rows_of))}
+        counted_slices = [self._slices.pop(name) for name in counted]
+        self._counting = counted_slices, not capturable, flagged
         self.counts = Counts(tensors, *self._counting)
-        names = [name for name in every if name != "kahan_comp"]
-        local, whole = (self.columns(x, [None] * len(params)) for x in (tensors, full))
+        local, whole = (self.columns(x, []) for x in (tensors, full))
         self.holders = [x for x in holders if x is not None]
-        super().__init__(rule, make_slots(names, rule, local, whole.own, holders), places)
+        super().__init__(rule, make_slots(rule, local, whole.own, holders), places)
 
     def moved(
         self, params: list[Tensor], entries: list[dict[str, object]]
@@ -156,10 +163,9 @@ class ClassPlan(Plan):
         plan.made, plan._guard, plan._known = tensors, guard, {}
         plan._lengths = list(map(len, entries))
         plan.counts = Counts(tensors, *self._counting)
-        columns = plan.columns(tensors, [None] * len(params))
-        places = enumerate(plan.slots)
-        own = columns.own
-        rows = [tuple([own[k][i].data_ptr() for k in x.columns]) for i, x in places]
+        columns = plan.columns(tensors, [])
+        places, own = enumerate(plan.slots), columns.own
+        rows = [tuple([own[k][i].data_ptr() for k in x.dtypes]) for i, x in places]
         plan.slots = [x._replace(addresses=row) for x, row in zip(self.slots, rows)]
         for kind, (grads, (launches, host)) in self._known.items():
             if all([x.movable for x in launches]):
@@ -197,12 +203,7 @@ class ClassPlan(Plan):
 
     def columns(self, tensors: list[Any], grads: list[Any]) -> Columns:
         """Return the columns that launches take, which are in place."""
-        count, width = len(self._lengths), len(self._names)
-        own = [tensors[:count]]
-        for i in range(self._counted, width):
-            own.append(tensors[count + i :: width])
-        if self._names[-1] != "kahan_comp":
-            own.append([None] * count)
+        own = {name: tensors[where] for name, where in self._slices.items()}
         return Columns(grads, own, own)
 
     def run(

@@ -1,7 +1,7 @@
 """Slots and updates: the facts about a parameter that launches are planned by."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -17,22 +17,24 @@ from optimi_func.core.packed import Packed
 from optimi_func.core.philox import Noise
 from optimi_func.core.program import Room
 from optimi_func.core.rule import Rule
+from optimi_func.core.storage import COMP, PARAM, coded_in
 from optimi_func.core.torch_private import is_plain
 from optimi_func.execution.tensors import is_plainly_strided
 
 
 class Columns(NamedTuple):
-    """The tensors of a step: lists with an item for each parameter.
+    """The tensors of a step by name: lists with an item for each parameter.
 
-    `own` are the parameters, the tensors of the state, and the compensations or None. The
-    results go `into` as many lists, which are `own` itself if the step is in place. `given`
-    has a list for each name in `Rule.given`: tensors, Noise, and None for a number.
+    `own` has the parameters (PARAM), and the state and compensations under their names in
+    an entry, of which some may be None. Results go `into` lists with these names, which is
+    `own` itself if the step is in place. `given` has a list for each name in `Rule.given`
+    and for BITS: tensors, Noise, and None for a number.
     """
 
     grads: list[Any]
-    own: list[list[Any]]
-    into: list[list[Any]]
-    given: Sequence[list[Any]] = ()
+    own: dict[str, list[Any]]
+    into: dict[str, list[Any]]
+    given: Mapping[str, list[Any]] = {}
 
     @property
     def in_place(self) -> bool:
@@ -41,7 +43,23 @@ class Columns(NamedTuple):
 
     def written(self, write: bool) -> list[list[Any]]:
         """Return what a step writes, or (write=False) one that moves the state alone."""
-        return self.into if write else self.into[1:-1]
+        apart = () if write else (PARAM, COMP)
+        return [column for name, column in self.into.items() if name not in apart]
+
+    def with_field(self, name: str, tensors: list[Tensor]) -> "Columns":
+        """Return columns with one more field of the state, which the step also writes."""
+        own = {**self.own, name: tensors}
+        into = own if self.in_place else {**self.into, name: tensors}
+        return self._replace(own=own, into=into)
+
+    def map(self, change: Callable[[list[Any]], list[Any]]) -> "Columns":
+        """Return columns with `change` of each list."""
+        own, into = (
+            {name: change(column) for name, column in lists.items()}
+            for lists in (self.own, {} if self.in_place else self.into)
+        )
+        given = {name: change(column) for name, column in self.given.items()}
+        return Columns(change(self.grads), own, own if self.in_place else into, given)
 
 
 class Step(NamedTuple):
@@ -65,11 +83,10 @@ class Slot(NamedTuple):
     holds no tensor, so a tensor that is taken out of `optimizer.state` is freed.
     """
 
-    dtypes: tuple[torch.dtype, ...]  # of parameter, state and compensation
-    addresses: tuple[int, ...]  # empty: results go to new tensors at each step
+    dtypes: dict[str, torch.dtype]  # of parameter, state and compensation, by name
+    # Of the same tensors, in order. Empty: results go to new tensors at each step.
+    addresses: tuple[int, ...]
     numel: int  # of the local shard
-    columns: tuple[int, ...]  # of each tensor its list in `Columns.own`
-    codes: tuple[bool, ...]  # for each field of the state: stored as codes with scales
     plain: bool  # memory, strided, without pending negation
     dense: bool  # all fill their memory in one order
     shard: ShardSpec | None  # None if the whole parameter is local
@@ -86,86 +103,71 @@ class Slot(NamedTuple):
         return bool(self.addresses)
 
     @property
-    def compensated(self) -> bool:
-        """Return True if the last tensor is the compensation."""
-        return len(self.dtypes) > 1 + len(self.codes) + sum(self.codes)
+    def compensation(self) -> torch.dtype | None:
+        """Return the dtype of the compensation, or None if there is none."""
+        return self.dtypes.get(COMP)
 
     @property
     def coded(self) -> bool:
         """Return True if a tensor has to be decoded for the rule."""
-        return any(self.codes) or not self.dtypes[-1].is_floating_point
+        comp = self.compensation
+        whole = comp is not None and not comp.is_floating_point
+        return whole or bool(coded_in(self.dtypes))
 
     @property
-    def decoded(self) -> tuple[torch.dtype, ...]:
-        """Return the dtypes that the rule computes with."""
-        p, *rest = self.dtypes
-        comp = [rest.pop()] if self.compensated else []
-        if comp and not comp[0].is_floating_point:
-            p, comp = torch.float32, []
-        left = iter(rest)
-        fields: list[torch.dtype] = []
-        for coded in self.codes:
-            dtype = next(left)
-            fields.append(next(left) if coded else dtype)  # the scale's: float32
-        return (p, *fields, *comp)
-
-
-def scale_places(codes: tuple[bool, ...], first: int) -> list[int]:
-    """Return the indices of scales among tensors whose state begins at `first`."""
-    places: list[int] = []
-    place = first - 1
-    for coded in codes:
-        place += 1 + coded
-        if coded:
-            places.append(place)
-    return places
+    def decoded(self) -> dict[str, torch.dtype]:
+        """Return the dtypes of what the rule computes with, by name."""
+        comp, found = self.compensation, dict[str, torch.dtype]()
+        pairs = coded_in(self.dtypes)
+        fields = {codes: field for field, (codes, _) in pairs.items()}
+        apart = {scale for _, scale in pairs.values()}
+        merged = comp is not None and not comp.is_floating_point
+        for name, dtype in self.dtypes.items():
+            if name in fields:
+                found[fields[name]] = torch.float32
+            elif name == PARAM and merged:
+                found[PARAM] = torch.float32
+            elif name not in apart and not (name == COMP and merged):
+                found[name] = dtype
+        return found
 
 
 def make_slots(
-    names: list[str],
     rule: Rule,
     columns: Columns,
-    given: list[list[Any]],
+    given: Mapping[str, list[Any]],
     holders: list[Holders | None] | None = None,
 ) -> list[Slot]:
-    """Make the slots of parameters, of which `columns` has the local tensors of `given`.
-
-    `names` are those of the state's lists, two for a field in codes.
-    """
-    end, count = 1 + len(names), len(columns.own[0])
-    mapped = range(end - len(rule.whole_fields), end)
-    indices = [i for i in range(len(columns.own)) if i not in mapped]
-    whole = [given[i] for i in (0, *mapped)]
-    into = [()] * count if columns.in_place else zip(*columns.into)
-    rows = zip(zip(*columns.own), into, zip(*whole), holders or [None] * count)
-    return [_make_slot(names, rule.fields, indices, *row) for row in rows]
+    """Make the slots of parameters, of which `columns` has the local tensors of `given`."""
+    count, mapped = len(columns.own[PARAM]), rule.whole_fields
+    names = [name for name in columns.own if name not in mapped]
+    whole = [given[name] for name in (PARAM, *mapped)]
+    lists = [[columns.own[name] for name in names]]
+    lists += [] if columns.in_place else [[columns.into[name] for name in names]]
+    rows = zip(*[zip(*some) for some in lists])
+    facts = zip(rows, zip(*whole), holders or [None] * count)
+    return [_make_slot(names, *row) for row in facts]
 
 
 def _make_slot(
     names: list[str],
-    fields: tuple[str, ...],
-    indices: list[int],
-    row: tuple[Any, ...],
-    into: tuple[Any, ...],
+    rows: tuple[tuple[Any, ...], ...],
     whole: tuple[Tensor, ...],
     holders: Holders | None,
 ) -> Slot:
-    present = tuple([i for i in indices if row[i] is not None])
-    tensors: list[Tensor] = [row[i] for i in present]
-    stored = {names[i - 1] for i in present[1:] if i - 1 < len(names)}
-    targets = [into[i] for i in present] if into else []
-    p, every = tensors[0], [*tensors, *targets]
+    own, *into = rows
+    present = {name: x for name, x in zip(names, own) if x is not None}
+    tensors: list[Tensor] = [*present.values()]
+    p, every = tensors[0], [x for row in rows for x in row if x is not None]
     # Scales have another shape than the parameter, and one order.
     ordered = [
         same_order(p, x) if x.shape == p.shape else x.is_contiguous() for x in every[1:]
     ]
     fixed = all([is_plainly_strided(x) and x.is_contiguous() for x in whole[1:]])
     return Slot(  # By keywords it would take 2 us more, 4 % of a step that is planned.
-        tuple([x.dtype for x in tensors]),
-        () if targets else tuple(map(Tensor.data_ptr, tensors)),
+        {name: x.dtype for name, x in present.items()},
+        () if into else tuple(map(Tensor.data_ptr, tensors)),
         p.numel(),
-        present,
-        tuple([field not in stored for field in fields]),
         all(map(is_plainly_strided, tensors)),
         is_dense(p) and all(ordered),
         shards_of(whole[0]),
@@ -185,23 +187,30 @@ class Update(NamedTuple):
     g: Tensor
     at: int  # index of its scalars
     scalars: Packed
-    given: tuple[Tensor | Noise, ...] = ()  # what is given besides, but numbers
+    given: Mapping[str, Tensor | Noise] = {}  # what is given besides, but numbers
 
     @property
     def inputs(self) -> list[Tensor]:
         """Return the gradient and the tensors that are given besides."""
-        return [self.g, *[x for x in self.given if isinstance(x, Tensor)]]
+        return [self.g, *[x for x in self.given.values() if isinstance(x, Tensor)]]
 
     @property
-    def given_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Return the dtypes of what is given besides."""
-        wide = compute_dtype(self.g.dtype, *self.slot.dtypes)
-        return tuple([x.dtype or wide for x in self.given])
+    def wide(self) -> torch.dtype:
+        """Return the dtype of the arithmetic."""
+        return compute_dtype(self.g.dtype, *self.slot.dtypes.values())
+
+    @property
+    def given_dtypes(self) -> tuple[tuple[str, torch.dtype], ...]:
+        """Return the names and dtypes of what is given besides."""
+        if not self.given:
+            return ()
+        wide = self.wide
+        return tuple([(name, x.dtype or wide) for name, x in self.given.items()])
 
     @property
     def draws(self) -> bool:
         """Return True if random numbers are drawn for it."""
-        return any([isinstance(x, Noise) for x in self.given])
+        return any([isinstance(x, Noise) for x in self.given.values()])
 
     @property
     def aligned(self) -> bool:
@@ -226,7 +235,7 @@ def alike(updates: list[Update], counted: bool, reduced: bool) -> list[list[Upda
     """
 
     def kind(u: Update) -> tuple[object, ...]:
-        tensors = u.slot.dtypes, u.slot.columns, u.slot.dense, u.given_dtypes
+        tensors = (*u.slot.dtypes.items(),), u.slot.dense, u.given_dtypes
         scalars = u.at if counted or u.slot.coded else u.scalars.statics
         where = u.g.dtype, u.g.device, reduced and u.slot.shard is not None
         return *tensors, u.plain, *where, scalars

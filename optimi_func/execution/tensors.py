@@ -1,7 +1,7 @@
 """Facts about tensors: memory, layout and order of elements."""
 
 import gc
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from optimi_func.core.rule import Leaf
-from optimi_func.core.storage import flat_leaf
+from optimi_func.core.storage import tensors_of
 from optimi_func.core.torch_private import is_plain
 
 
@@ -25,11 +25,11 @@ def is_plainly_strided(x: Tensor) -> bool:
     return x.layout == torch.strided and is_plain(x) and not x.is_neg()
 
 
-def write_back(targets: Sequence[Tensor], new: Leaf) -> None:
+def write_back(targets: Mapping[str, Tensor], new: Leaf) -> None:
     """Copy a step's results onto their targets, without those that are the target."""
-    for target, result in zip(targets, flat_leaf(new)):
-        if result is not target:
-            target.copy_(result)
+    for name, result in tensors_of(new).items():
+        if result is not targets[name]:
+            targets[name].copy_(result)
 
 
 @contextmanager

@@ -20,7 +20,16 @@ from optimi_func.core.distributed import (
 from optimi_func.core.packed import is_capturing
 from optimi_func.core.philox import Noise
 from optimi_func.core.rule import Leaf, Microbatch, PyTree, Rule
-from optimi_func.core.storage import entry_of, names_in, seed_in, state_of
+from optimi_func.core.storage import (
+    BITS,
+    COMP,
+    PARAM,
+    coded_in,
+    entry_of,
+    names_in,
+    seed_in,
+    state_in,
+)
 from optimi_func.execution.counts import write_scalar
 from optimi_func.execution.cpp import retry
 from optimi_func.execution.executors import Executor
@@ -78,14 +87,13 @@ class TreeUpdate:
         """
         states = [self._tree.states[i] for i in places]
         params = [self._tree.leaves[i] for i in places]
-        names, columns = _columns(self._rule, params, list(grads), states)
-        plan, columns = self.plan(places, names, columns, write)
+        columns = _columns(self._rule, params, list(grads), states)
+        plan, columns = self.plan(places, columns, write)
         return self.run(plan, places, columns, microbatches, write)
 
     def plan(
         self,
         places: Sequence[int],
-        names: list[str],
         columns: Columns,
         write: bool,
     ) -> tuple[Plan, Columns]:
@@ -96,7 +104,7 @@ class TreeUpdate:
         grads: list[Tensor] = []
         paths = [path_of(self._tree.params, i) for i in places]
         step = self._tree.state.step
-        for path, p, g in zip(paths, columns.own[0], columns.grads):
+        for path, p, g in zip(paths, columns.own[PARAM], columns.grads):
             check_placed(path, p)
             if columns.in_place:
                 checks.check_writable(path, *to_local([p]))
@@ -108,13 +116,12 @@ class TreeUpdate:
                     f"{p.device}. Move it there before the capture"
                 )
             grads.append(redistribute_like(path, p, g).resolve_conj())
-        own = list(map(to_local, columns.own))
-        into = own if columns.in_place else list(map(to_local, columns.into))
-        local = Columns(to_local(grads), own, into, columns.given)
+        given = columns.given  # random seeds, which are no tensors of a parameter
+        local = columns._replace(grads=grads, given={}).map(to_local)._replace(given=given)
         if write and columns.in_place:
-            pairs = zip(paths, own[0])
+            pairs = zip(paths, local.own[PARAM])
             checks.check_apart(pairs, "params{}".format, "call the pure step")
-        slots = make_slots(names, self._rule, local, columns.own)
+        slots = make_slots(self._rule, local, columns.own)
         return Plan(self._rule, slots, places), local
 
     def run(
@@ -128,13 +135,13 @@ class TreeUpdate:
         """Update leaves by their plan."""
         at = [self._at[i] for i in places]
         packed, at = pack(self._rule, self._scalars, at, microbatches, write)
-        if columns.given:
-            bits = self._bits(places, *columns.given)
-            columns = columns._replace(given=[bits] if write else ())
+        if BITS in columns.given:
+            bits = {BITS: self._bits(places, columns.given[BITS])}
+            columns = columns._replace(given=bits if write else {})
         inputs = Step(columns, packed, at, write)
 
         def check() -> None:
-            for i, p, g in zip(places, columns.own[0], columns.grads):
+            for i, p, g in zip(places, columns.own[PARAM], columns.grads):
                 checks.check_grad(path_of(self._tree.params, i), p, g)
 
         launches, _ = plan.launches(self._executor, inputs, check)
@@ -180,21 +187,19 @@ class TreeUpdate:
             write_running([s.running._asdict() for s in states], self.after[0])
 
     def rebuild(
-        self, plan: Plan, places: Sequence[int], results: list[list[Any]]
+        self, places: Sequence[int], results: dict[str, list[Any]]
     ) -> tuple[PyTree, TreeState]:
         """Return the trees after a step whose results are these columns."""
         rule, tree, after = self._rule, self._tree, self.after
-        x, *fields, comps = results
-        rows: Any = zip(*fields) if fields else [()] * len(x)
+        x, comps = results[PARAM], results.get(COMP, [None] * len(places))
         kind: Any = rule.state
-        if len(fields) == len(kind._fields):
+        fields = [results[name] for name in kind._fields if name in results]
+        rows: Any = zip(*fields) if fields else [()] * len(x)
+        if not coded_in(results):
             rule_states = map(partial(tuple.__new__, kind), rows)
-        else:  # A field in codes has two columns.
-            wide = (False,) * len(rule.whole_fields)
-            codes = [(*slot.codes, *wide) for slot in plan.slots]
-            rule_states = [
-                state_of(kind, filter(_is_given, x), c) for x, c in zip(rows, codes)
-            ]
+        else:
+            every = (dict(zip(results, row)) for row in zip(*results.values()))
+            rule_states = [state_in(rule, entry)[0] for entry in every]
         if rule.running._fields:
             devices = [s.running[0].device for s in tree.states]
             after = list(map(running_tensors, after, devices))
@@ -240,23 +245,23 @@ def _step(
 ) -> tuple[PyTree, TreeState]:
     tree = _checked(optimizer, params, grads, state)
     rule, states = optimizer.rule, tree.states
-    names, columns = _columns(rule, tree.leaves, tree.grads, states)
+    columns = _columns(rule, tree.leaves, tree.grads, states)
     counts = [state.step, *chain.from_iterable(map(_running, states))]
-    own = counts + _present(columns.own[1:])
+    own = counts + _present([x for name, x in columns.own.items() if name != PARAM])
     if torch.is_grad_enabled():
         _check_undifferentiated(optimizer, tree, own)
-    how = rule, in_place, *names, *[tuple(map(type, x)) for x in columns.given]
+    seeded = [tuple(map(type, x)) for x in columns.given.values()]
+    how = rule, in_place, *columns.own, *seeded
     plans = _plans(tree, counts, columns, *how)
     tensors = own + tree.leaves
     plan = next((plan for guard, plan in plans or () if guard.holds(tensors)), None)
     places = [i for i, g in enumerate(tree.grads) if g is not None]
     if len(places) < len(states):
-        lists = [[column[i] for i in places] for column in columns.own]
-        given = [[column[i] for i in places] for column in columns.given]
-        columns = Columns([tree.grads[i] for i in places], lists, lists, given)
+        columns = columns.map(lambda column: [column[i] for i in places])
     with kernel_context(state.step.device):
         if not in_place:
-            columns = columns._replace(into=list(map(_empty, columns.own)))
+            new = {name: _empty(column) for name, column in columns.own.items()}
+            columns = columns._replace(into=new)
         results = columns.into
         if plan is None:
             tree.check(optimizer)
@@ -264,7 +269,7 @@ def _step(
                 retry()
         update = TreeUpdate(optimizer, tree, "kernels")
         if plan is None:
-            plan, columns = update.plan(places, names, columns, True)
+            plan, columns = update.plan(places, columns, True)
             keeps = all([x.is_cpu and not x.is_complex() for x in tensors])
             if plans is not None and keeps:
                 plans[:] = [(Guard(tensors, addresses=in_place), plan), *plans[:3]]
@@ -273,7 +278,7 @@ def _step(
         if in_place:
             state.step.add_(1.0)
             return params, state
-        return update.rebuild(plan, places, results)
+        return update.rebuild(places, results)
 
 
 def _checked(
@@ -310,7 +315,7 @@ def _plans(
     tree: FlatTree, counts: list[Tensor], columns: Columns, *how: object
 ) -> list[tuple[Guard, Plan]] | None:
     """Return the plans of trees of a kind, or None: DTensors or a GPU's have none."""
-    kinds = tuple(map(type, chain(counts, columns.grads, *columns.own)))
+    kinds = tuple(map(type, chain(counts, columns.grads, *columns.own.values())))
     if not (_TENSORS.issuperset(kinds) and tree.leaves[0].is_cpu):
         return None
     return _known((tree.spec, kinds, *how))
@@ -318,8 +323,8 @@ def _plans(
 
 def _columns(
     rule: Rule, ps: list[Tensor], gs: list[Tensor | None], states: list[LeafState]
-) -> tuple[list[str], Columns]:
-    """Return the names of the state's columns, and all columns."""
+) -> Columns:
+    """Return the columns of a tree's leaves. Those that are given are random seeds."""
     rows = list(map(_rule_state, states))
     names: list[str] = list(rule.state._fields)
     fields = list(map(list, zip(*rows)))
@@ -327,12 +332,14 @@ def _columns(
         entries = [entry_of(row, None) for row in rows]
         names = names_in(rule.state._fields, dict.fromkeys(chain.from_iterable(entries)))
         fields = [[entry.get(name) for entry in entries] for name in names]
-    comps, seeds = list(map(_comp, states)), list[list[Any]]()
+    comps, given = list(map(_comp, states)), dict[str, list[Any]]()
     if torch.int64 in map(_dtype, filter(_is_given, comps)):
-        seeds = [list(map(seed_in, comps))]
-        comps = [x if seed is None else None for x, seed in zip(comps, *seeds)]
-    own = [ps, *fields, comps]
-    return names, Columns(gs, own, own, seeds)
+        given[BITS] = seeds = list(map(seed_in, comps))
+        comps = [x if seed is None else None for x, seed in zip(comps, seeds)]
+    own = {PARAM: ps, **dict(zip(names, fields))}
+    if any(map(_is_given, comps)):
+        own[COMP] = comps
+    return Columns(gs, own, own, given)
 
 
 def _present(lists: list[list[Any]]) -> list[Tensor]:

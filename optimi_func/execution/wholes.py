@@ -6,7 +6,7 @@ the mapped direction, like SGD along a gradient. Both are planned like any rule'
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias
@@ -17,7 +17,6 @@ from torch.func import vmap
 
 from optimi_func.core.codes import same_order, to, widen
 from optimi_func.core.distributed import on_whole, shard_of, to_local
-from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.lists import chunks, grouped
 from optimi_func.core.owners import Holders, Owned, map_owned
 from optimi_func.core.packed import Packed
@@ -32,7 +31,7 @@ from optimi_func.core.rule import (
     along_gradient,
     gradient_rule,
 )
-from optimi_func.core.storage import decode, state_of
+from optimi_func.core.storage import BITS, COMP, GRAD, PARAM, decode, state_in
 from optimi_func.core.torch_private import share
 from optimi_func.execution.cpp import address
 from optimi_func.execution.kernels import (
@@ -55,6 +54,9 @@ _Planner: TypeAlias = Callable[[Rule, list[Update], bool], list[Launch]]
 ELEMENTS = 1 << 22
 BATCHED = 1 << 26
 
+# The name of the field in which the first pass stores the direction.
+DIRECTION = "direction_for_map"
+
 _unshaped: set[str] = set()  # digests of maps that could not be compiled
 
 
@@ -73,7 +75,7 @@ def elementwise(rule: Rule, directs: bool) -> Rule:
 @lru_cache(64)
 def _elementwise(parts: tuple[Any, ...], directs: bool) -> Rule:
     name, state, init, coeffs, direct, fields, reads, given, digest = parts
-    annotations = [(field, Tensor) for field in (*fields, *["direction"] * directs)]
+    annotations = [(field, Tensor) for field in (*fields, *[DIRECTION] * directs)]
     kind = NamedTuple("State", annotations)
     count = len(fields)
     mapped = (None,) * (len(state._fields) - count)
@@ -126,15 +128,13 @@ class WholeLaunch(Launch):
     The updates are in the same order on all processes, and `plan` plans the two passes.
     """
 
-    raw, movable = True, False
+    raw, movable, in_order = True, False, False
 
     def __init__(self, rule: Rule, updates: list[Update], plan: _Planner) -> None:
         super().__init__(rule, updates, True)
         self._first = elementwise(rule, True)
         # Without their tensors, which a launch must not keep alive.
-        self._facts = [
-            (u.slot, u.at, compute_dtype(u.g.dtype, *u.slot.dtypes)) for u in updates
-        ]
+        self._facts = [(u.slot, u.at, u.wide) for u in updates]
         params = [u.p for u in updates]
         directions = self._empty(params)
         first: list[Update] = []
@@ -143,19 +143,14 @@ class WholeLaunch(Launch):
         for i, (u, d) in enumerate(zip(updates, directions)):
             own = self._of_directions(u.scalars), self._of_moves(u.scalars)
             slot = _with_direction(u.slot, u.p, d)
-            given = tuple([x for x in u.given if x.dtype != torch.int32])
-            bits = u.given[len(given) :]  # to round by, and so for the second pass
-            first.append(Update(i, slot, u.p, u.g, u.at, own[0], given))
+            before = dict(filter(self._takes(0), u.given.items()))
+            after = dict(filter(self._takes(1), u.given.items()))
+            first.append(Update(i, slot, u.p, u.g, u.at, own[0], before))
             slot = _moved_slot(u.slot, self._second)
-            rest = bits if self._second is gradient_rule else u.given
-            second.append(Update(i, slot, u.p, d, u.at, own[1], rest))
+            second.append(Update(i, slot, u.p, d, u.at, own[1], after))
         self._before = plan(self._first, first, False)  # compiles the kernels
         self._after = plan(self._second, second, True)
         self._addresses = list(map(Tensor.data_ptr, directions))
-
-    def pick(self, items: Sequence[object]) -> list[Any]:
-        """Pick this launch's part, whose order may be another one."""
-        return [items[i] for i in self.places]
 
     def _empty(self, params: list[Tensor]) -> list[Tensor]:
         return [
@@ -163,42 +158,47 @@ class WholeLaunch(Launch):
             for p, (_, _, dtype) in zip(params, self._facts)
         ]
 
-    def run(self, step: Step, known: Tensor | None) -> None:
+    def run(self, step: Step, known: Mapping[str, Tensor]) -> None:
         """Update the parameters."""
-        columns, packed = step.columns, step.packed
-        own = into = list(map(self.pick, columns.own))
-        directions = self._empty(own[0])
+        columns, packed = step.columns.map(self.pick), step.packed
+        directions = self._empty(columns.own[PARAM])
         pointers = list(map(Tensor.data_ptr, directions))
         moved, self._addresses = pointers != self._addresses and self._in_place, pointers
-        # Those of the map, which are the last before the compensations.
-        mapped = slice(-1 - len(self._rule.whole_fields), -1)
-        if not self._in_place:
-            into = list(map(self.pick, columns.into))
-            for new, old in zip(into[mapped], own[mapped]):
-                torch._foreach_copy_(new, old)
-        rows = map(list, zip(directions, *into[mapped]))
-        # Directions come before the state, among the results too.
-        own_lists, into_lists = ([x[0], directions, *x[1:]] for x in (own, into))
-        grads, given = self.pick(columns.grads), list(map(self.pick, columns.given))
-        count = len(self._rule.given)
-        lists = Columns(grads, own_lists, into_lists, given[:count])
+        mapped = self._rule.whole_fields
+        for name in mapped if not self._in_place else ():
+            torch._foreach_copy_(columns.into[name], columns.own[name])
+        rows = map(list, zip(directions, *[columns.into[name] for name in mapped]))
+        given = columns.given
+        columns = columns._replace(given=dict(filter(self._takes(0), given.items())))
+        columns = columns.with_field(DIRECTION, directions)
         first = list(map(self._of_directions, packed))
-        before = step._replace(columns=lists, packed=first, room=Room())
+        before = step._replace(columns=columns, packed=first, room=Room())
         for launch in self._before:
             if moved:
-                launch.readdress(lists)
-            launch.run(before, None)
+                launch.readdress(columns)
+            launch.run(before, {})
         del before  # with its buffers
-        self._map(list(rows), own, into, [x.scalars for x in packed])
-        rest = given[count:] if self._second is gradient_rule else given
-        lists = lists._replace(grads=directions, given=rest)
+        self._map(list(rows), columns, [x.scalars for x in packed])
+        rest = dict(filter(self._takes(1), given.items()))
+        columns = columns._replace(grads=directions, given=rest)
         moves = list(map(self._of_moves, packed))
         if self._second is not gradient_rule and not self._in_place:
             # The first pass has moved the state.
-            lists = lists._replace(own=[own[0], directions, *into[1:-1], own[-1]])
-        second = step._replace(columns=lists, packed=moves, room=Room())
-        for launch, means in measured(self._after, second):
-            launch.run(second, means)
+            apart = {
+                name: columns.own[name] for name in (PARAM, COMP) if name in columns.own
+            }
+            columns = columns._replace(own={**columns.into, **apart})
+        second = step._replace(columns=columns, packed=moves, room=Room())
+        for launch, known in measured(self._after, second):
+            launch.run(second, known)
+
+    def _takes(self, which: int) -> Callable[[tuple[str, object]], bool]:
+        """Return whether a pass (0 or 1) takes one of `Update.given`.
+
+        The parameter is rounded, and so takes its bits, in the second.
+        """
+        along = which and self._second is gradient_rule
+        return lambda item: bool(which) if item[0] == BITS else not along
 
     def _of_directions(self, packed: Packed) -> Packed:
         """Return the scalars of the first pass."""
@@ -220,8 +220,7 @@ class WholeLaunch(Launch):
     def _map(
         self,
         rows: list[list[Tensor]],
-        own: list[list[Any]],
-        into: list[list[Any]],
+        columns: Columns,
         scalars: Sequence[Scalars],
     ) -> None:
         """Map each direction and its fields, in place."""
@@ -235,7 +234,7 @@ class WholeLaunch(Launch):
             return how.map(d, read, fields, rule.at_place(coeffs, place), rates)
 
         def read(item: Owned) -> tuple[Tensor, ...]:
-            return self._read(item, own, into) if item.read is None else item.read
+            return self._read(item, columns) if item.read is None else item.read
 
         for i, (row, (slot, at, _)) in enumerate(zip(rows, self._facts)):
             (d, *fields), item = row, Owned(i, row, [])
@@ -280,19 +279,18 @@ class WholeLaunch(Launch):
         for items in owned.values():
             map_owned(in_place, items)
 
-    def _read(
-        self, item: Owned, own: list[list[Any]], into: list[list[Any]]
-    ) -> tuple[Tensor, ...]:
+    def _read(self, item: Owned, columns: Columns) -> tuple[Tensor, ...]:
         """Return what the map reads of a parameter, which is local."""
         assert self._rule.whole is not None
         if not self._rule.whole.reads:
             return ()
         slot, _, wide = self._facts[i := item.place]
-        end = len(slot.columns) - slot.compensated
-        fields = iter([into[column][i] for column in slot.columns[1:end]])
-        state = state_of(self._rule.state, fields, slot.codes)
+        # The first pass has moved the state, and not the parameter.
+        tensors = {name: columns.into[name][i] for name in slot.dtypes}
+        old = {name: columns.own[name][i] for name in slot.dtypes}
+        state, _ = state_in(self._rule, tensors)
         found = [
-            widen(own[0][i], own[-1][i], wide)[1]
+            widen(old[PARAM], old.get(COMP), wide)[1]
             if name == "x"
             else decode(getattr(state, name), wide)
             for name in self._rule.whole.reads
@@ -332,29 +330,33 @@ def _holders(slot: Slot, fields: list[Tensor]) -> list[Holders]:
 class ShapedLaunch(Launch):
     """Parameters that share a shaped kernel, the largest first."""
 
-    raw, movable = True, False
+    raw, movable, in_order = True, False, False
 
     def __init__(self, rule: Rule, updates: list[Update], kernel: ShapedKernel) -> None:
         updates = sorted(updates, key=lambda u: -u.slot.numel)
         super().__init__(rule, updates, True)
-        self._kernel, self._compensated = kernel, updates[0].slot.compensated
+        self._kernel = kernel
+        # Of the kernel's arguments: the parameter, the state with that of the map, and the
+        # compensation.
+        own = [name for name in self._names if name not in (PARAM, COMP)]
+        comp = [COMP] if COMP in self._names else []
+        self._names = [PARAM, *own, *rule.whole_fields, *comp]
         self._prepared = kernel.prepared([u.p.shape for u in updates])
         self.host = self._in_place
 
-    def run(self, step: Step, known: Tensor | None) -> None:
+    def run(self, step: Step, known: Mapping[str, Tensor]) -> None:
         """Update the parameters."""
-        columns = step.columns
-        picked = [[x[i] for i in self.places] for x in (columns.grads, *columns.into)]
-        grads, p, *rest = picked if self._compensated else picked[:-1]
+        columns = step.columns.map(self.pick)
+        p, *rest = into = [columns.into[name] for name in self._names]
         if not self._in_place:
             # The results, which are moved from where the parameters are.
-            for new, old in zip((p, *rest), columns.own):
-                torch._foreach_copy_(new, [old[i] for i in self.places])
+            for name, new in zip(self._names, into):
+                torch._foreach_copy_(new, columns.own[name])
         own, wide, device = step.packed[self._at], torch.float64, p[0].device
         # One of these keeps the scalars alive.
         values: Any = own.array(wide) if own.on_host else own.tensor(wide, device)
         at = address(values) if own.on_host else values.data_ptr()
-        table = [[at] * len(self.places), *map(addresses, (p, grads, *rest))]
+        table = [[at] * len(self.places), *map(addresses, (p, columns.grads, *rest))]
         self._kernel.run(table, *self._prepared)
 
 
@@ -401,16 +403,17 @@ def plan_shaped(
 
 def _shaped_key(rule: Rule, u: Update) -> KernelKey:
     """Return the key of the kernel for a parameter, with all its state."""
-    end = len(u.slot.dtypes) - u.slot.compensated
-    (p, *own), comp = u.slot.dtypes[:end], u.slot.dtypes[end:]
-    dtypes = (p, u.g.dtype, *own, *[dtype for dtype, _ in u.slot.mapped or ()], *comp)
-    own = rule, u.scalars.statics, True, True, dtypes, u.g.device
-    return KernelKey(*own, shape=example_of(u.p.shape))
+    own, mapped = u.slot.dtypes, [dtype for dtype, _ in u.slot.mapped or ()]
+    tensors = {PARAM: own[PARAM], GRAD: u.g.dtype, **own}
+    comp = {COMP: tensors.pop(COMP)} if COMP in own else {}
+    tensors |= {**dict(zip(rule.whole_fields, mapped)), **comp}
+    choices = rule, u.scalars.statics, True, True, tuple(tensors.items()), u.g.device
+    return KernelKey(*choices, shape=example_of(u.p.shape))
 
 
 def _fits(rule: Rule, u: Update) -> bool:
     """Return True if a shaped kernel may update this parameter."""
-    slot, p, wide = u.slot, u.p, compute_dtype(u.g.dtype, *u.slot.dtypes)
+    slot, p, wide = u.slot, u.p, u.wide
     whole = slot.shard is None and slot.holders is None and not slot.paired
     plain = u.can_be_cut and not slot.coded and p.is_contiguous() and p.numel() > 0
     plain = plain and not u.given and rule.after is None
@@ -452,28 +455,21 @@ def _shape(u: Update) -> tuple[int, ...]:
 
 
 def _with_direction(slot: Slot, p: Tensor, d: Tensor) -> Slot:
-    """Return the slot with the direction as the last field of its state."""
-    end = len(slot.dtypes) - slot.compensated
-    columns = [i + (i > 0) for i in slot.columns]
-    before, after = slot.addresses[:end], slot.addresses[end:]
+    """Return the slot with the direction as one more field of its state."""
     return slot._replace(
-        dtypes=(*slot.dtypes[:end], d.dtype, *slot.dtypes[end:]),
-        addresses=(*before, d.data_ptr(), *after) if slot.in_place else (),
-        columns=(*columns[:end], 1, *columns[end:]),
-        codes=(*slot.codes, False),
+        dtypes={**slot.dtypes, DIRECTION: d.dtype},
+        addresses=(*slot.addresses, d.data_ptr()) if slot.in_place else (),
         dense=slot.dense and same_order(p, d),
     )
 
 
 def _moved_slot(slot: Slot, rule: Rule) -> Slot:
     """Return the slot of the parameter and its compensation, with what `after` reads."""
-    end = len(slot.dtypes) - slot.compensated
-    columns = [i + (i > 0) for i in slot.columns]
     if rule is not gradient_rule:
-        return slot._replace(columns=tuple(columns))
+        return slot
+    names = [name for name in slot.dtypes if name in (PARAM, COMP)]
+    addresses = dict(zip(slot.dtypes, slot.addresses))
     return slot._replace(
-        dtypes=(slot.dtypes[0], *slot.dtypes[end:]),
-        addresses=(*slot.addresses[:1], *slot.addresses[end:]),
-        columns=(0, *columns[end:]),
-        codes=(),
+        dtypes={name: slot.dtypes[name] for name in names},
+        addresses=tuple([addresses[name] for name in names if slot.in_place]),
     )

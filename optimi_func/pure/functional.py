@@ -17,11 +17,12 @@ from optimi_func.core import checks
 from optimi_func.core.codes import dither_at, to
 from optimi_func.core.hooks import check_hooks, checked, count_mapped, keyed, with_hooks
 from optimi_func.core.leaf import (
+    Request,
     leaf_dtype,
     leaf_eval_point,
     leaf_step,
     rates,
-    whole_means,
+    whole_answer,
 )
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.packed import Packed, flatten
@@ -630,9 +631,11 @@ class FunctionalOptimizer(Kept):
             results = {i: new for i, (new, _) in found.items()}
             means = {i: taken for i, (_, taken) in found.items()}
 
-        def take(measured: list[Tensor], tops: int) -> list[Tensor]:
-            means[i] = whole_means(measured, tops)
-            return means[i]
+        def answer(request: Request) -> list[Tensor]:
+            answers = whole_answer(request)
+            if request.name == "sums":
+                means[i] = answers
+            return answers
 
         for i, (p, leaf, g) in enumerate(zip(tree.leaves, old, tree.grads)):
             if g is None or i in results:
@@ -644,7 +647,7 @@ class FunctionalOptimizer(Kept):
             if (seed := seeds[i]) is not None:
                 (bits,) = drawn([Noise(seed, tree.state.step, i, p, torch.int32)], wide)
                 leaf = leaf._replace(comp=bits)
-            results[i] = leaf_step(self.rule, leaf, g, now, True, take, wide)
+            results[i] = leaf_step(self.rule, leaf, g, now, True, answer, wide)
         for i, new in results.items():
             # A rule may return a field unchanged, or an extra, but the results of a step
             # share no memory with its arguments.

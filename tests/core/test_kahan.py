@@ -171,7 +171,7 @@ def added(p: Tensor, comp: Tensor, u: Tensor) -> Leaf:
     """One write of the pipeline: p + u."""
     scalars = Scalars(NoState(), Rates(1.0, 0.0, 0.0, 1.0))
     leaf = Leaf(p, NoState(), comp)
-    return leaf_step(gradient_rule, leaf, -u, scalars, True, lambda x: x)
+    return leaf_step(gradient_rule, leaf, -u, scalars, True)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)

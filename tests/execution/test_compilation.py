@@ -10,18 +10,18 @@ from unittest.mock import patch
 import pytest
 import torch
 from forked import run_script
+from kernel_keys import key_of
 from tiers import few, row
 from torch._inductor.utils import run_and_get_code
 
 import optimi_func
 from optimi_func import Adam, AdamW, adamw_init, compiled, prepare_for_gradient_release
 from optimi_func.core import checks
-from optimi_func.core.leaf import init_leaf
+from optimi_func.core.leaf import FACTS, init_leaf, requests
 from optimi_func.core.packed import Packed
 from optimi_func.core.rule import Rates, Scalars, Storage
-from optimi_func.core.storage import flat_leaf
 from optimi_func.execution import cpp, inductor, kernels, list_kernel, store
-from optimi_func.execution.kernels import KernelKey, kernel
+from optimi_func.execution.kernels import kernel
 
 SHAPES = [
     *[(1,), (), (2,), (3,), (5, 1), (7, 11), (64,), (100, 3), (0,), (8193,)],
@@ -154,10 +154,8 @@ def code_of(name: str, dtype: torch.dtype) -> list[str]:
     leaf = init_leaf(optimizer.rule, optimizer.init_numbers, p, Storage())
     coeffs, _ = optimizer.advance(1, optimizer.rule.running())
     numbers = Packed(Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0)))
-    dtypes = (dtype, *(x.dtype for x in flat_leaf(leaf)))
-    rule, options = optimizer.rule, (numbers.statics, True, True, dtypes, p.device)
-    measures = [0, None] if rule.measure or rule.after_means else [None]
-    keys = [KernelKey(rule, *options, part) for part in measures]
+    rounds = [x for x in requests(optimizer.rule, numbers.scalars, True) if x != FACTS]
+    keys = [key_of(optimizer.rule, numbers, leaf, p, x) for x in (*rounds, None)]
     with patch.dict(os.environ, {store.VARIABLE: "0"}):  # what is kept has no code
         _, code = run_and_get_code(lambda: [kernel(key, numbers.scalars) for key in keys])
     return code

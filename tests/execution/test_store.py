@@ -15,11 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_keys import key_of
 
 import optimi_func
 from optimi_func import AdamW, hooks, warm
 from optimi_func.core import checks
 from optimi_func.core import rule as rules
+from optimi_func.core.leaf import init_leaf
+from optimi_func.core.packed import Packed
 from optimi_func.execution import cpp, kernels, store
 from optimi_func.execution.kernels import _compile as compile_kernel
 from optimi_func.execution.wholes import elementwise
@@ -73,10 +76,16 @@ class Asked(Exception):
 
 
 def of_adam() -> tuple[kernels.KernelKey, rules.Scalars]:
-    own, dtypes = optimi_func.adamw(lr=0.1).rule, (torch.float32,) * 4
-    statics, cpu = (None,) * 12, torch.device("cpu")
-    scalars = rules.Scalars((1.0,) * 7, rules.Rates(0.1, 0.0, 0.0, 1.0))
-    return kernels.KernelKey(own, statics, True, True, dtypes, cpu), scalars
+    return of(optimi_func.adamw(lr=0.1))
+
+
+def of(optimizer: Any) -> tuple[kernels.KernelKey, rules.Scalars]:
+    """The key and the scalars of a kernel of one parameter."""
+    p = torch.ones(4)
+    leaf = init_leaf(optimizer.rule, optimizer.init_numbers, p, rules.Storage())
+    coeffs, _ = optimizer.advance(1.0, optimizer.rule.running())
+    scalars = rules.Scalars(coeffs, rules.Rates(0.1, 0.0, 0.0, 1.0))
+    return key_of(optimizer.rule, Packed(scalars), leaf, p), scalars
 
 
 def entry(place: Path, key: str = KEY) -> Path:
@@ -500,23 +509,24 @@ def test_the_key_depends_on_the_kernel(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(store, "find", find)
     base, scalars = of_adam()
+    lamb, its = of(optimi_func.lamb(lr=0.1))
+    rates = scalars.rates
+    hooked = scalars._replace(rates=rates._replace(hooks=(("x", hooks.cautious()),)))
+    wide = tuple([(name, torch.float64) for name, _ in base.tensors])
+    _, *rest = base.statics
     others = [
         (base._replace(rule=optimi_func.lion(lr=0.1).rule), scalars),
-        (base._replace(statics=(True, *[None] * 11)), scalars),
-        (base._replace(statics=(False, *[None] * 11)), scalars),
+        (base._replace(statics=(True, *rest)), scalars),
+        (base._replace(statics=(False, *rest)), scalars),
         (base._replace(write=False), scalars),
         (base._replace(in_place=False), scalars),
-        (base._replace(dtypes=(torch.float64,) * 4), scalars),
-        (base._replace(round=0), scalars),
-        (base, scalars._replace(coeffs=(1.0,) * 6)),
-        (base, scalars._replace(rates=scalars.rates._replace(undecayed_lr=(0.1,)))),
-        (
-            base,
-            scalars._replace(
-                rates=scalars.rates._replace(hooks=(("x", hooks.cautious()),))
-            ),
-        ),
-        (base._replace(rule=optimi_func.lamb(lr=0.1).rule), scalars),
+        (base._replace(tensors=wide), scalars),
+        (base, scalars._replace(coeffs=scalars.coeffs[:-1])),
+        (base, scalars._replace(rates=rates._replace(undecayed_lr=(0.1,)))),
+        (base, hooked),
+        (base._replace(round="hook 0.0"), hooked),
+        (lamb, its),
+        (lamb._replace(round="after"), its),
     ]
     for key, its in [(base, scalars), *others]:
         with pytest.raises(Asked):

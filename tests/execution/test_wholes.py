@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 import optimi_func
 from optimi_func import Muon, compiled, muon_init, muon_step
-from optimi_func.core.leaf import leaf_step, rates, whole_means
+from optimi_func.core.leaf import leaf_step, rates
 from optimi_func.core.math import moment
 from optimi_func.core.rule import Direction, Leaf, Means, Rule, Scalar, Scalars, Whole
+from optimi_func.core.storage import tensors_of
 from optimi_func.execution import wholes
 from optimi_func.execution.launches import run_launches
 from optimi_func.execution.plans import Plan
@@ -259,29 +260,21 @@ def test_three_passes_are_the_pipelines_step(executor: Any, comp: bool) -> None:
     ]
     grads = [torch.randn_like(leaf.p) for leaf in leaves]
     scalars = Scalars(coeffs(1), rates(0.1, 0.3, "l2", None, True, False))
-    wanted = [
-        leaf_step(rule, leaf, g, scalars, True, whole_means)
-        for leaf, g in zip(leaves, grads)
-    ]
-    own: Any = [
-        [leaf.p for leaf in leaves],
-        [leaf.state.momentum_buffer for leaf in leaves],
-        [leaf.comp for leaf in leaves],
-    ]
-    into = [[None if x is None else torch.empty_like(x) for x in y] for y in own]
-    names = ["momentum_buffer"]
+    wanted = [leaf_step(rule, leaf, g, scalars, True) for leaf, g in zip(leaves, grads)]
+    rows = list(map(tensors_of, leaves))
+    own = {name: [row[name] for row in rows] for name in rows[0]}
+    into = {name: list(map(torch.empty_like, column)) for name, column in own.items()}
     packed, at = pack(rule, [scalars], [0, 0], None, True)
     for there in (into, own):
         columns = Columns(grads, own, there)
-        slots = make_slots(names, rule, columns, own)
+        slots = make_slots(rule, columns, own)
         with torch.no_grad():
             inputs = Step(columns, packed, at, True)
             launches, _ = Plan(rule, slots, ()).launches(executor, inputs, lambda: None)
             run_launches(launches, inputs, False)
         for i, want in enumerate(wanted):
-            assert torch.equal(there[0][i], want.p)
-            assert torch.equal(there[1][i], want.state.momentum_buffer)
-            assert not comp or torch.equal(there[2][i], want.comp)
+            for name, x in tensors_of(want).items():
+                assert torch.equal(there[name][i], x)
 
 
 def test_a_map_goes_with_no_other_cut() -> None:

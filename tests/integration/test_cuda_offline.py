@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import offline_cuda
 import pytest
 import torch
+from kernel_keys import arguments, key_of
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from traced import trace
@@ -20,17 +21,16 @@ from traced import trace
 import optimi_func
 from optimi_func.core.hooks import keyed
 from optimi_func.core.leaf import (
+    FACTS,
     compute_dtype,
-    count_beforehand,
-    count_means,
     init_leaf,
     leaf_step,
     rates,
-    whole_means,
+    requests,
 )
 from optimi_func.core.packed import Packed, fill
 from optimi_func.core.rule import Leaf, Rule, Scalars, Storage
-from optimi_func.core.storage import flat_leaf, storage_of
+from optimi_func.core.storage import storage_of, tensors_of
 from optimi_func.execution.kernels import KernelKey
 from optimi_func.execution.triton_list import BLOCK, DeviceTable
 
@@ -79,7 +79,7 @@ def leaves(case: str, n: int) -> tuple[Leaf, Tensor]:
     for t in range(1, T):
         g = torch.randn(n, generator=own).to(dtype)
         now = scalars(case, t)
-        leaf = leaf_step(optimizer.rule, leaf, g, now, True, whole_means)
+        leaf = leaf_step(optimizer.rule, leaf, g, now, True)
     return leaf, torch.randn(n, generator=own).to(dtype)
 
 
@@ -104,16 +104,12 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     case, folder = request.param, tmp_path_factory.mktemp("kernels")
     rule = CASES[case][0].rule
     leaf, g = leaves(case, CODES if case in CODED else 2)
-    codes = tuple([not isinstance(x, Tensor) for x in leaf.state]) if case in CODED else ()
-    p, *rest = flat_leaf(leaf)
-    dtypes = tuple(x.dtype for x in (p, g, *rest))
     now = scalars(case, T)
-    statics = Packed(now).statics
     programs: dict[KernelKey, Any] = {}
-    for part in [*range(len(count_means(rule, now.rates))), None]:
-        device = offline_cuda.DEVICE
-        key = KernelKey(rule, statics, True, True, dtypes, device, part, codes)
-        own = Path(folder, "move" if part is None else f"mean{part}")
+    rounds = [name for name in requests(rule, now, True) if name != FACTS]
+    for part in [*rounds, None]:
+        key = key_of(rule, Packed(now), leaf, g, part, offline_cuda.DEVICE)
+        own = Path(folder, "move" if part is None else f"mean of {part}")
         own.mkdir()
         programs[key] = offline_cuda.Program(key, now, own)
     return Made(case, rule, programs)
@@ -140,14 +136,12 @@ def length(made: Made) -> int:
 def stepped(made: Made, n: int, build: int) -> tuple[list[Tensor], dict[KernelKey, Any]]:
     """All tensors after the step on the device, and what happened in each pass."""
     leaf, g = leaves(made.case, n)
-    p, *rest = flat_leaf(leaf)
-    tensors = [x.clone() for x in (p, g, *rest)]
+    tensors = [x.clone() for x in arguments(leaf, g).values()]
     keys = list(made.programs)
     packed = Packed(scalars(made.case, T))
     numbers = packed.tensor(compute_dtype(*keys[0].dtypes), torch.device("cpu"))
-    rates = packed.scalars.rates
-    before, count = count_beforehand(made.rule, rates), sum(count_means(made.rule, rates))
-    known = [float(n)] * before + [0.0] * count
+    asked = requests(made.rule, packed.scalars, True).items()
+    known = [float(n) * (name == FACTS) for name, size in asked for _ in range(size.number)]
     numbers = torch.cat([numbers, numbers.new_tensor(known)])
     runs = {
         key: made.programs[key].run([numbers, *tensors], build) for key in made.programs
@@ -208,7 +202,7 @@ def test_means_are_few_kernels_with_little_scratch(made: Made) -> None:
     _, runs = stepped(made, length(made), 0)
     for key, run in runs.items():
         if key.round is not None:
-            count = count_means(made.rule, scalars(made.case, T).rates)[key.round]
+            count = requests(made.rule, scalars(made.case, T), True)[key.round].number
             # Of pieces, and of all; of several one each, and one that writes them.
             assert len(run.launches) == (2 if count == 1 else 2 + count)
             # Nothing as long as a parameter.
@@ -258,7 +252,7 @@ def eager(made: Made, n: int) -> list[Tensor]:
     dtype = compute_dtype(*next(iter(made.programs)).dtypes)
     values = packed.tensor(dtype, torch.device("cpu")).unbind()
     now = fill(packed.statics, pytree.tree_structure(packed.scalars), values)
-    return flat_leaf(leaf_step(made.rule, leaf, g, now, True, whole_means))
+    return [*tensors_of(leaf_step(made.rule, leaf, g, now, True)).values()]
 
 
 @plain
@@ -311,9 +305,8 @@ ROWS = [1, 16, 1003, 2 * BLOCK, 5003]
 @pytest.fixture(scope="module")
 def many(made: Made) -> Any:
     """The list kernel of its last pass, which moves."""
-    leaf, g = leaves(made.case, 64)
-    p, *rest = flat_leaf(leaf)
-    return moving(made).list_kernel([torch.ones(16), p, g, *rest])
+    tensors = arguments(*leaves(made.case, 64)).values()
+    return moving(made).list_kernel([torch.ones(16), *tensors])
 
 
 def moving(made: Made) -> Any:
@@ -329,9 +322,7 @@ def of_rows(made: Made) -> tuple[Tensor, list[list[Tensor]]]:
     numbers[:, len(values)] = torch.arange(len(ROWS)) + 0.5
     columns: list[list[Tensor]] = []
     for n in ROWS:
-        leaf, g = leaves(made.case, n)
-        p, *rest = flat_leaf(leaf)
-        columns.append([p, g, *rest])
+        columns.append([*arguments(*leaves(made.case, n)).values()])
     return numbers, [list(column) for column in zip(*columns)]
 
 
@@ -377,8 +368,7 @@ def test_whole_blocks_of_a_list_are_vectors(made: Made, many: Any) -> None:
 
 @plain
 def test_a_mean_is_no_list_kernel(made: Made) -> None:
-    leaf, g = leaves(made.case, 64)
-    p, *rest = flat_leaf(leaf)
+    tensors = arguments(*leaves(made.case, 64)).values()
     for key, program in made.programs.items():
         if key.round is not None:
-            assert program.list_kernel([torch.ones(16), p, g, *rest]) is None
+            assert program.list_kernel([torch.ones(16), *tensors]) is None

@@ -9,6 +9,7 @@ import torch
 from cases import ELEMENTWISE
 from counted import allowed, usual
 from expecttest import TestCase
+from kernel_keys import key_of
 from torch import fx
 from traced import trace
 
@@ -16,8 +17,6 @@ import optimi_func
 from optimi_func.core.leaf import init_leaf
 from optimi_func.core.packed import Packed
 from optimi_func.core.rule import Rates, Scalars, Storage
-from optimi_func.core.storage import flat_leaf
-from optimi_func.execution.kernels import KernelKey
 
 
 def operations(name: str, dtype: torch.dtype = torch.float32, t: int = 6, **options) -> str:
@@ -29,9 +28,7 @@ def operations(name: str, dtype: torch.dtype = torch.float32, t: int = 6, **opti
     coeffs, _ = optimizer.advance(t, rule.running())
     scalars = Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0))
     numbers = Packed(scalars)
-    dtypes = (dtype, *(x.dtype for x in flat_leaf(leaf)))
-    key = KernelKey(rule, numbers.statics, True, True, dtypes, p.device)
-    traced = trace(key, numbers.scalars)
+    traced = trace(key_of(rule, numbers, leaf, p), numbers.scalars)
     names = [*scalar_names(scalars), "p", "g", *rule.state._fields, "comp"]
     called: dict[fx.Node, str] = dict(zip(traced.inputs, names))
     lines = []

@@ -25,7 +25,7 @@ TABLE = frozenset(
         "adam_float32_bfloat16_write_in_place",
         "adam_float32_bfloat16_write",
         "stableadamw_float32_write_in_place",
-        "stableadamw_float32_write_in_place_mean",
+        "stableadamw_float32_write_in_place_mean_measure",
         "ranger_float32_write_in_place_False",
         "ranger_float32_write_in_place_True",
         "sgd_float32_write_in_place",

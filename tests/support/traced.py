@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 from optimi_func.core.leaf import compute_dtype, leaf_round, leaf_step, whole_means
 from optimi_func.core.packed import fill
 from optimi_func.core.rule import Scalars
-from optimi_func.core.storage import flat_leaf, leaf_of
-from optimi_func.execution.kernels import KernelKey
+from optimi_func.core.storage import GRAD, leaf_in, tensors_of
+from optimi_func.execution.kernels import KernelKey, answers_before
 
 
 class Trace(NamedTuple):
@@ -28,13 +28,14 @@ def trace(key: KernelKey, scalars: Scalars) -> Trace:
 
     def run(values: list[Tensor], *tensors: Tensor) -> list[Tensor]:
         now = fill(key.statics, spec, values)
-        p, g, *rest = tensors
-        leaf = leaf_of(key.rule, (), [p, *rest])
+        own = dict(zip(key.names, tensors))
+        leaf, g = leaf_in(key.rule, own), own[GRAD]
         if key.round is not None:
-            return whole_means(
-                leaf_round(key.rule, leaf, g, now, values[key.statics.count(None) :])
-            )
-        return flat_leaf(leaf_step(key.rule, leaf, g, now, key.write, whole_means))
+            ones = torch.ones((), dtype=wide)
+            before = answers_before(key, scalars).items()
+            known = {name: [ones] * count for name, count in before}
+            return whole_means(leaf_round(key.rule, leaf, g, now, known).tensors)
+        return [*tensors_of(leaf_step(key.rule, leaf, g, now, key.write)).values()]
 
     wide = compute_dtype(*key.dtypes)
     values = [torch.ones((), dtype=wide) for static in key.statics if static is None]

@@ -24,6 +24,8 @@ The signatures use these types:
 from optimi_func.core.rule import PyTree as PyTree
 from optimi_func.core.rule import Scalar as Scalar
 from optimi_func.core.rule import Storage as Storage
+from optimi_func.core.tree import LeafState as LeafState
+from optimi_func.core.tree import TreeState as TreeState
 from optimi_func.fitting.lbfgs import lbfgs as lbfgs
 from optimi_func.optimizers.adadelta import *
 from optimi_func.optimizers.adafactor import *
@@ -57,5 +59,3 @@ from optimi_func.optimizers.soap import *
 from optimi_func.optimizers.stableadamw import *
 from optimi_func.pure.functional import FunctionalOptimizer as FunctionalOptimizer
 from optimi_func.pure.functional import Number as Number
-from optimi_func.pure.tree import LeafState as LeafState
-from optimi_func.pure.tree import TreeState as TreeState

@@ -16,10 +16,10 @@ from optimi_func.core import torch_private
 from optimi_func.core.checks import check_apart, check_runs_kernels, is_expanded
 from optimi_func.core.rule import InitOptions, Microbatch, PyTree
 from optimi_func.core.torch_private import is_plain
+from optimi_func.core.tree import FlatTree, TreeState, paths_in, without_none
 from optimi_func.execution.sums import Part
 from optimi_func.execution.trees import TreeUpdate
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import FlatTree, TreeState, paths_in, without_none
 
 LossFn = Callable[[PyTree, PyTree], PyTree]
 
@@ -290,7 +290,7 @@ class PureStep:
         # The graph makes gradients like their parameters, so these are checked instead.
         leaves = FlatTree.of(tree, tree, tree_state).check(optimizer)
         optimizer.warn(leaves)
-        steps = TreeUpdate(optimizer, leaves, "kernels")
+        steps = TreeUpdate.of(optimizer, leaves, "kernels")
 
         parts: dict[int, Part] = {}
         with running(lambda *given: parts.update(steps.update(*given)), params):

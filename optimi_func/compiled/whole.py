@@ -20,11 +20,11 @@ from optimi_func.core.lists import chunks
 from optimi_func.core.math import total_norm
 from optimi_func.core.rule import PyTree
 from optimi_func.core.torch_private import clip_factor, norms_of
+from optimi_func.core.tree import path_of
 from optimi_func.execution.cpp import with_vectors
 from optimi_func.execution.executors import SMALL
 from optimi_func.execution.inductor import torch_compile
 from optimi_func.execution.kernels import with_own_code_object
-from optimi_func.pure.tree import path_of
 
 # Parameters are updated in about this many calls a step. More calls cost host time. Fewer
 # hold more memory, because a gradient waits until all gradients of its call are ready.

@@ -5,7 +5,7 @@ tensors of any shape. A result is written where the step leaves it as soon as wh
 has been read, else to a buffer.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -15,22 +15,19 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from optimi_func.core.codes import GROUP, is_dense, same_order
+from optimi_func.core.codes import GROUP, is_dense
 from optimi_func.core.leaf import (
-    FACTS,
     Request,
     answering,
     compute_dtype,
     leaf_round,
     leaf_step,
-    requests,
     whole_answer,
     with_given,
 )
-from optimi_func.core.lists import chunks
-from optimi_func.core.packed import Packed, fill
+from optimi_func.core.packed import fill
 from optimi_func.core.rehearsal import device_type
-from optimi_func.core.rule import Leaf, Rule, Scalars
+from optimi_func.core.rule import Rule, Scalars
 from optimi_func.core.storage import (
     BITS,
     GRAD,
@@ -237,70 +234,6 @@ def joined(
     tensors = {name: torch.cat(list(map(flat, x))) for name, x in lists.items()}
     made(tensors, {}, values, room)
     return tensors
-
-
-def step_now(
-    rule: Rule,
-    leaves: list[Leaf],
-    grads: list[Tensor | None],
-    packed: list[Packed],
-    at: list[int],
-) -> dict[int, tuple[Leaf, list[Tensor]]]:
-    """Return parameters after one step, by their indices, and the means that each took.
-
-    Those whose step is no program are left out. `at` are the indices of their numbers.
-    """
-    results, room = dict[int, tuple[Leaf, list[Tensor]]](), Room()
-    if rule.whole is not None or rule.whole_fields:
-        return results
-    groups: dict[Any, list[tuple[int, dict[str, Tensor]]]] = {}
-    for i, (leaf, g) in enumerate(zip(leaves, grads)):
-        p = leaf.p
-        if g is None or not p.numel() or p.is_complex() or _is_coded(leaf.state):
-            continue
-        tensors = {GRAD: g, **tensors_of(leaf)}
-        small = p.numel() <= JOINED and all([x.is_contiguous() for x in tensors.values()])
-        key = at[i], tuple([(k, x.dtype) for k, x in tensors.items()]), small
-        groups.setdefault(key, []).append((i, tensors))
-    for (k, kinds, small), rows in groups.items():
-        now, device = packed[k].folded, rows[0][1][GRAD].device
-        wide = compute_dtype(*[dtype for _, dtype in kinds])
-        facts = requests(rule, now.scalars, True).keys() & {FACTS}
-        known = ((FACTS, 1),) if facts else ()
-        kind = Kind(rule, now.statics, kinds, device, True, False, known)
-        if now.mixes or not now.constant:
-            continue
-        if (made := program(kind, now.scalars)) is None:
-            continue
-        values = now.values(wide, device)
-        if small and not made.reduces:
-            made = program(kind._replace(in_place=True), now.scalars) or made
-            for part in chunks(rows, TOGETHER, lambda x: x[1][GRAD].numel()):
-                lists = {name: [x[name] for _, x in part] for name, _ in kinds}
-                every = joined(made, lists, values, room)
-                del every[GRAD]
-                sizes = [x[GRAD].numel() for _, x in part]
-                new = zip(*[torch.split_with_sizes_copy(x, sizes) for x in every.values()])
-                for (i, tensors), own in zip(part, new):
-                    shape = tensors[GRAD].shape
-                    named = dict(zip(every, [x.view(shape) for x in own]))
-                    results[i] = leaf_in(rule, named), []
-            continue
-        for i, tensors in rows:
-            g, size = tensors[GRAD], 0
-            own = {name: x for name, x in tensors.items() if name != GRAD}
-            new = {k: torch.empty_like(x, requires_grad=False) for k, x in own.items()}
-            if not made.reduces and is_dense(g):
-                if all([same_order(g, x) for x in (*own.values(), *new.values())]):
-                    size = slice_size(g, wide, len(made.buffers))
-            numel = [torch.full((), g.numel(), dtype=wide, device="cpu")] if facts else []
-            taken = made(tensors, new, values, room, numel, size)
-            results[i] = leaf_in(rule, new), taken
-    return results
-
-
-def _is_coded(state: Iterable[object]) -> bool:
-    return any([isinstance(x, tuple) for x in state])
 
 
 # By rule, which they keep no longer than others do, and the rest of the kind.

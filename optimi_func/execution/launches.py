@@ -234,8 +234,10 @@ def measured(
         for name in launch.rounds:
             known[name] = launch.measure(step, name, known)
         yield launch, known
+    if not together:
+        return
     every = [launch.facts(step) for launch in together]
-    for name, size in together[0].rounds.items() if together else ():
+    for name, size in together[0].rounds.items():
         found = [x.measure(step, name, known) for x, known in zip(together, every)]
         whole = _over_shards(together, found, size.tops)
         for known, x in zip(every, whole):

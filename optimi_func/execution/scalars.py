@@ -1,6 +1,7 @@
 """Packing: the scalars of a step as kernels take them, in one tensor or array."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -9,7 +10,9 @@ from optimi_func.core.codes import NEAREST, dither_at
 from optimi_func.core.leaf import microbatch_scalars
 from optimi_func.core.packed import Packed
 from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Named, Rule, Scalar, Scalars
-from optimi_func.pure.functional import FunctionalOptimizer
+
+if TYPE_CHECKING:
+    from optimi_func.pure.functional import FunctionalOptimizer
 
 
 def pack(
@@ -44,7 +47,7 @@ def pack(
 
 
 def scalars_after(
-    bound: FunctionalOptimizer,
+    bound: "FunctionalOptimizer",
     counts: Sequence[tuple[Scalar, Sequence[Scalar]]],
     coded: bool,
 ) -> tuple[list[Scalars], list[Named]]:

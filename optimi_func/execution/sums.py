@@ -12,7 +12,7 @@ from optimi_func.core.leaf import leaf_sums
 from optimi_func.core.lists import grouped
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import Leaf, Named, Rule
-from optimi_func.pure.tree import running_tensors
+from optimi_func.core.tree import running_tensors
 
 # The sums of a parameter over its local tensor, None if that is empty, and its flag.
 Part: TypeAlias = tuple[Tensor | None, Tensor | None]

@@ -1,10 +1,10 @@
-"""The compiled step of a parameter tree, into new tensors or in place."""
+"""The step of a parameter tree by a plan, into new tensors or in place."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import chain
 from operator import attrgetter, is_not
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from optimi_func.core.distributed import (
 )
 from optimi_func.core.packed import is_capturing
 from optimi_func.core.philox import Noise
-from optimi_func.core.rule import Leaf, Microbatch, PyTree, Rule
+from optimi_func.core.rule import Leaf, Microbatch, Named, PyTree, Rule, Scalars
 from optimi_func.core.storage import (
     BITS,
     COMP,
@@ -29,6 +29,14 @@ from optimi_func.core.storage import (
     names_in,
     seed_in,
     state_in,
+)
+from optimi_func.core.tree import (
+    FlatTree,
+    LeafState,
+    TreeState,
+    path_of,
+    running_tensors,
+    step_to_come,
 )
 from optimi_func.execution.counts import write_scalar
 from optimi_func.execution.cpp import retry
@@ -40,15 +48,9 @@ from optimi_func.execution.plans import Plan, raise_versions
 from optimi_func.execution.scalars import pack
 from optimi_func.execution.slots import Columns, Step, make_slots
 from optimi_func.execution.sums import Part, Unit, join, write_running
-from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import (
-    FlatTree,
-    LeafState,
-    TreeState,
-    path_of,
-    running_tensors,
-    step_to_come,
-)
+
+if TYPE_CHECKING:
+    from optimi_func.pure.functional import FunctionalOptimizer
 
 _NONE = type(None)
 _TENSORS = {Tensor, torch.nn.Parameter, _NONE}
@@ -60,17 +62,29 @@ _is_given = partial(is_not, None)
 class TreeUpdate:
     """One step of a tree's leaves, some at a time. The caller counts it.
 
-    Hyperparameters are read once. The tree's state is that of the step before.
+    The tree's state is that of the step before. `scalars` are those of the step, the index
+    among them for each leaf, and the running scalars after the step.
     """
 
     def __init__(
-        self, optimizer: FunctionalOptimizer, tree: FlatTree, executor: Executor
+        self,
+        rule: Rule,
+        tree: FlatTree,
+        executor: Executor,
+        scalars: tuple[list[Scalars], list[int], list[Named]],
     ) -> None:
-        self._rule, self._tree = optimizer.rule, tree
+        self._rule, self._tree = rule, tree
         self._executor: Executor = executor
+        self._scalars, self._at, self.after = scalars
+
+    @classmethod
+    def of(
+        cls, optimizer: "FunctionalOptimizer", tree: FlatTree, executor: Executor
+    ) -> "TreeUpdate":
+        """Return the step of an optimizer, whose hyperparameters are read now."""
         step = tree.state.step.detach()
         scalars = optimizer.scalars(tree, step, step_to_come(step))
-        self._scalars, self._at, self.after = scalars
+        return cls(optimizer.rule, tree, executor, scalars)
 
     def update(
         self,
@@ -192,23 +206,27 @@ class TreeUpdate:
         """Return the trees after a step whose results are these columns."""
         rule, tree, after = self._rule, self._tree, self.after
         x, comps = results[PARAM], results.get(COMP, [None] * len(places))
-        kind: Any = rule.state
+        kind: Any = type(tree.states[0].rule_state)  # it may have had another name once
         fields = [results[name] for name in kind._fields if name in results]
         rows: Any = zip(*fields) if fields else [()] * len(x)
         if not coded_in(results):
             rule_states = map(partial(tuple.__new__, kind), rows)
         else:
             every = (dict(zip(results, row)) for row in zip(*results.values()))
-            rule_states = [state_in(rule, entry)[0] for entry in every]
+            rule_states = [kind(*state_in(rule, entry)[0]) for entry in every]
         if rule.running._fields:
             devices = [s.running[0].device for s in tree.states]
             after = list(map(running_tensors, after, devices))
         ps, states = list(tree.leaves), list(tree.states)
         for i, g in enumerate(tree.grads):
-            if g is None:  # a later step in place would write to what it is given
-                ps[i], s = pytree.tree_map(torch.clone, (ps[i], states[i]))
-                running = s.running if rule.join is None else after[i]
-                states[i] = LeafState(s.rule_state, s.kahan_comp, running)
+            if g is None:
+                s = states[i]
+                if self._executor != "eager":
+                    # A later step in place would write to what it is given.
+                    ps[i], s = pytree.tree_map(torch.clone, (ps[i], s))
+                if rule.join is not None:
+                    s = LeafState(s.rule_state, s.kahan_comp, after[i])
+                states[i] = s
         for i, new, own, comp in zip(places, x, rule_states, comps):
             if (seed := seed_in(states[i].kahan_comp)) is not None:
                 comp = seed.clone()
@@ -223,33 +241,74 @@ def _known(_: object) -> list[tuple[Guard, Plan]]:
 
 
 def step(
-    optimizer: FunctionalOptimizer, params: PyTree, grads: PyTree, state: TreeState
+    optimizer: "FunctionalOptimizer", params: PyTree, grads: PyTree, state: TreeState
 ) -> tuple[PyTree, TreeState]:
     """Return new parameters and a new state after one compiled step of a pure optimizer."""
     return _step(optimizer, params, grads, state, False)
 
 
 def step_(
-    optimizer: FunctionalOptimizer, params: PyTree, grads: PyTree, state: TreeState
+    optimizer: "FunctionalOptimizer", params: PyTree, grads: PyTree, state: TreeState
 ) -> tuple[PyTree, TreeState]:
     """Take one compiled step of a pure optimizer, writing into `params` and `state`."""
     return _step(optimizer, params, grads, state, True)
 
 
 def _step(
-    optimizer: FunctionalOptimizer,
+    optimizer: "FunctionalOptimizer",
     params: PyTree,
     grads: PyTree,
     state: TreeState,
     in_place: bool,
 ) -> tuple[PyTree, TreeState]:
     tree = _checked(optimizer, params, grads, state)
-    rule, states = optimizer.rule, tree.states
-    columns = _columns(rule, tree.leaves, tree.grads, states)
-    counts = [state.step, *chain.from_iterable(map(_running, states))]
-    own = counts + _present([x for name, x in columns.own.items() if name != PARAM])
+    columns = _columns(optimizer.rule, tree.leaves, tree.grads, tree.states)
     if torch.is_grad_enabled():
-        _check_undifferentiated(optimizer, tree, own)
+        _check_undifferentiated(optimizer, tree, columns)
+
+    def update(is_new: bool) -> TreeUpdate:
+        if is_new:
+            tree.check(optimizer)
+        found = TreeUpdate.of(optimizer, tree, "kernels")
+        optimizer.warn(tree)
+        return found
+
+    with kernel_context(state.step.device):
+        new = planned_step(optimizer.rule, tree, columns, update, in_place)
+    if new is None:
+        state.step.add_(1.0)
+        return params, state
+    return new
+
+
+def eager_step(
+    rule: Rule,
+    tree: FlatTree,
+    scalars: tuple[list[Scalars], list[int], list[Named]],
+) -> tuple[PyTree, TreeState]:
+    """Return new trees after a step without a compiler, by the scalars of the step."""
+    update = TreeUpdate(rule, tree, "eager", scalars)
+    with kernel_context(tree.state.step.device):
+        columns = _columns(rule, tree.leaves, tree.grads, tree.states)
+        new = planned_step(rule, tree, columns, lambda _: update, in_place=False)
+    assert new is not None
+    return new
+
+
+def planned_step(
+    rule: Rule,
+    tree: FlatTree,
+    columns: Columns,
+    update_of: Callable[[bool], TreeUpdate],
+    in_place: bool,
+) -> tuple[PyTree, TreeState] | None:
+    """Take a step by a plan, which later steps find. Return new trees, or None in place.
+
+    `update_of` returns the update; it is given True if there is no plan yet.
+    """
+    states, step = tree.states, tree.state.step
+    counts = [step, *chain.from_iterable(map(_running, states))]
+    own = counts + _present([x for name, x in columns.own.items() if name != PARAM])
     seeded = [tuple(map(type, x)) for x in columns.given.values()]
     how = rule, in_place, *columns.own, *seeded
     plans = _plans(tree, counts, columns, *how)
@@ -258,34 +317,26 @@ def _step(
     places = [i for i, g in enumerate(tree.grads) if g is not None]
     if len(places) < len(states):
         columns = columns.map(lambda column: [column[i] for i in places])
-    with kernel_context(state.step.device):
-        if not in_place:
-            new = {name: _empty(column) for name, column in columns.own.items()}
-            columns = columns._replace(into=new)
-        results = columns.into
-        if plan is None:
-            tree.check(optimizer)
-            if plans == []:
-                retry()
-        update = TreeUpdate(optimizer, tree, "kernels")
-        if plan is None:
-            plan, columns = update.plan(places, columns, True)
-            keeps = all([x.is_cpu and not x.is_complex() for x in tensors])
-            if plans is not None and keeps:
-                plans[:] = [(Guard(tensors, addresses=in_place), plan), *plans[:3]]
-        optimizer.warn(tree)
-        update.finish_step(update.run(plan, places, columns), in_place)
-        if in_place:
-            state.step.add_(1.0)
-            return params, state
-        return update.rebuild(places, results)
+    if not in_place:
+        new = {name: _empty(column) for name, column in columns.own.items()}
+        columns = columns._replace(into=new)
+    results, update = columns.into, update_of(plan is None)
+    if plan is None:
+        if plans == []:
+            retry()
+        plan, columns = update.plan(places, columns, True)
+        keeps = all([x.is_cpu and not x.is_complex() for x in tensors])
+        if plans is not None and keeps:
+            plans[:] = [(Guard(tensors, addresses=in_place), plan), *plans[:3]]
+    update.finish_step(update.run(plan, places, columns), in_place)
+    return None if in_place else update.rebuild(places, results)
 
 
 def _checked(
-    optimizer: FunctionalOptimizer, params: PyTree, grads: PyTree, state: TreeState
+    optimizer: "FunctionalOptimizer", params: PyTree, grads: PyTree, state: TreeState
 ) -> FlatTree:
     """Flatten the arguments. Raise for what no kernel takes; the rest is checked later."""
-    if not isinstance(optimizer, FunctionalOptimizer):
+    if not isinstance(getattr(optimizer, "rule", None), Rule):
         raise TypeError(
             f"optimizer={type(optimizer).__name__} is not a FunctionalOptimizer: "
             "compile a transform, or an optimizer of your own, by "
@@ -304,7 +355,7 @@ def _checked(
     return tree
 
 
-def _uncompiled(optimizer: FunctionalOptimizer) -> str:
+def _uncompiled(optimizer: "FunctionalOptimizer") -> str:
     """Return the name of the step that errors recommend."""
     kind = type(optimizer)
     ours = kind.__module__.startswith("optimi_func.")
@@ -351,14 +402,16 @@ def _empty(column: list[Any]) -> list[Any]:
 
 
 def _check_undifferentiated(
-    optimizer: FunctionalOptimizer, tree: FlatTree, own: list[Tensor]
+    optimizer: "FunctionalOptimizer", tree: FlatTree, columns: Columns
 ) -> None:
     """Raise if an argument requires grad, other than parameters that are leaves."""
     names = "lr", "weight_decay", "max_lr", *optimizer.numbers
     names = () if optimizer.has_numbers else names
     arguments = {name: pytree.tree_leaves(getattr(optimizer, name)) for name in names}
     arguments["params"] = [p for p in tree.leaves if not p.is_leaf]
-    arguments |= {"grads": tree.grads, "state.leaves": own}
+    own = [x for name, x in columns.own.items() if name != PARAM]
+    counts = [tree.state.step, *chain.from_iterable(map(_running, tree.states))]
+    arguments |= {"grads": tree.grads, "state.leaves": counts + _present(own)}
     for name, values in arguments.items():
         if any([getattr(x, "requires_grad", False) for x in values]):
             raise TypeError(

@@ -14,9 +14,9 @@ from optimi_func.core.checks import check_number, check_whole, scalar_loss, show
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import PyTree, Scalar
 from optimi_func.core.torch_private import has_vmap, serializable
+from optimi_func.core.tree import flatten_params, path_of
 from optimi_func.fitting import quasi_newton as qn
 from optimi_func.fitting.implicit import implicit_root
-from optimi_func.pure.tree import flatten_params, path_of
 
 T = TypeVar("T")
 

@@ -18,6 +18,7 @@ from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core import torch_private
 from optimi_func.core.checks import warn_user
 from optimi_func.core.distributed import any_distributed, distribute_like
+from optimi_func.core.tree import TreeState
 from optimi_func.gradient_release.backward import (
     PAUSE,
     WRAPPERS,
@@ -29,7 +30,6 @@ from optimi_func.gradient_release.options import AccumulationMode, ReleaseOption
 from optimi_func.gradient_release.runner import Runner
 from optimi_func.gradient_release.tree import TreeOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import TreeState
 
 NO_REENTRANCE = (
     "reentrant checkpointing hides where a backward ends, which accumulation_steps, "

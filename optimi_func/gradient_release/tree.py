@@ -7,11 +7,11 @@ from torch import Tensor
 from optimi_func.core.checks import check_accumulates, check_apart
 from optimi_func.core.distributed import comparable, to_local
 from optimi_func.core.rule import Microbatch
+from optimi_func.core.tree import FlatTree, TreeState
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.sums import Part
 from optimi_func.execution.trees import TreeUpdate
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import FlatTree, TreeState
 
 
 class TreeOptimizer:
@@ -55,7 +55,7 @@ class TreeOptimizer:
             if self._step is None:
                 tree = FlatTree.of(self._params, self._params, self._state)
                 tree.check(self.optimizer)
-                self._step = TreeUpdate(self.optimizer, tree, "auto")
+                self._step = TreeUpdate.of(self.optimizer, tree, "auto")
             places = [self._places[p] for p in params]
             parts = self._step.update(places, grads, microbatches, write)
         return {p: parts[i] for p, i in zip(params, places) if i in parts}

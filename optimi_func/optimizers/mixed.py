@@ -11,8 +11,8 @@ from optimi_func.classes.fields import Params
 from optimi_func.classes.groups import Group
 from optimi_func.classes.options import with_options
 from optimi_func.core.rule import Options
+from optimi_func.core.tree import TreeState
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import TreeState
 from optimi_func.state import convert
 from optimi_func.state.checkpoints import counterparts_of
 from optimi_func.state.convert import Entry, LoadReport, Match

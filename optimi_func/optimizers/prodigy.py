@@ -12,8 +12,8 @@ from optimi_func.classes.groups import Group
 from optimi_func.core.checks import check_flag, warn_user
 from optimi_func.core.math import dtype_in, in_codes, moment, slow_second_moment
 from optimi_func.core.rule import MomentStorage, Scalar
+from optimi_func.core.tree import TreeState
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import TreeState
 from optimi_func.rules import Betas, Body, Float, Wide, functions, root, where
 
 __all__ = ["Prodigy", "prodigy", "prodigy_init", "prodigy_step"]

@@ -8,7 +8,7 @@ from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 from optimi_func.core.rule import PyTree
-from optimi_func.pure.tree import paths_in, spread, without_none
+from optimi_func.core.tree import paths_in, spread, without_none
 
 Randomness: TypeAlias = Literal["error", "same", "different"]
 

@@ -16,8 +16,8 @@ from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import InitOptions, PyTree
 from optimi_func.core.storage import seed_in
 from optimi_func.core.torch_private import level_of
+from optimi_func.core.tree import LeafState, without_none
 from optimi_func.population.axes import place
-from optimi_func.pure.tree import LeafState, without_none
 
 T = TypeVar("T")
 Hyper: TypeAlias = Mapping[str, PyTree]

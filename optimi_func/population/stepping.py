@@ -10,6 +10,7 @@ from torch.func import functional_call
 
 from optimi_func.core.checks import Optimizer, bind, check_optimizer, scalar_loss
 from optimi_func.core.rule import PyTree
+from optimi_func.core.tree import grads_and_value, step_of, without_none
 from optimi_func.population.axes import Randomness, place
 from optimi_func.population.members import (
     NO_HYPER,
@@ -19,7 +20,6 @@ from optimi_func.population.members import (
     put,
     select,
 )
-from optimi_func.pure.tree import grads_and_value, step_of, without_none
 
 
 def vmap_step(

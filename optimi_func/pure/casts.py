@@ -15,7 +15,7 @@ from optimi_func.core.math import scalar_dtype
 from optimi_func.core.packed import Packed, flatten
 from optimi_func.core.rule import Leaf, Named, PyTree, Rule, Scalar, Scalars
 from optimi_func.core.torch_private import is_constant, is_unwatched
-from optimi_func.pure.tree import FlatTree, LeafState, running_tensors
+from optimi_func.core.tree import FlatTree, LeafState, running_tensors
 
 T = TypeVar("T")
 

@@ -28,7 +28,6 @@ from optimi_func.core.math import scalar_dtype
 from optimi_func.core.packed import Packed, flatten
 from optimi_func.core.pairs import as_real_for
 from optimi_func.core.philox import Noise, drawn
-from optimi_func.core.program import step_now
 from optimi_func.core.rule import (
     DecayKind,
     Leaf,
@@ -43,16 +42,7 @@ from optimi_func.core.rule import (
     derived,
 )
 from optimi_func.core.storage import seed_in, storage_of
-from optimi_func.pure.casts import (
-    PLAIN,
-    Casts,
-    Kept,
-    at_step,
-    called,
-    resolve,
-    resolve_tree,
-)
-from optimi_func.pure.tree import (
+from optimi_func.core.tree import (
     NO_RUNNING,
     FlatTree,
     LeafState,
@@ -62,6 +52,16 @@ from optimi_func.pure.tree import (
     path_of,
     running_tensors,
     unflatten,
+)
+from optimi_func.execution.trees import eager_step
+from optimi_func.pure.casts import (
+    PLAIN,
+    Casts,
+    Kept,
+    at_step,
+    called,
+    resolve,
+    resolve_tree,
 )
 
 # A number, or a schedule from the 0-based step to one.
@@ -619,17 +619,16 @@ class FunctionalOptimizer(Kept):
         """Step; `extras` are what the rule is given besides for each leaf, by name."""
         self.warn(tree)
         scalars, at, running, cast = self._now(tree)
+        if extras is None and self.rule.whole is None and tree.runs_at_once():
+            # Derivatives may pass through a number that requires grad.
+            if all([Packed(x).constant for x in scalars]):
+                return eager_step(self.rule, tree, (scalars, at, running))
         pairs = zip(tree.leaves, tree.states)
         old = [Leaf(p, s.rule_state, s.kahan_comp) for p, s in pairs]
         leaves, states = tree.leaves.copy(), tree.states.copy()
         results: dict[int, Leaf] = {}
         means: dict[int, list[Tensor]] = {}
         seeds = [None if x.comp is None else seed_in(x.comp) for x in old]
-        if extras is None and tree.runs_at_once():
-            grads = [g if x is None else None for g, x in zip(tree.grads, seeds)]
-            found = step_now(self.rule, old, grads, list(map(Packed, scalars)), at)
-            results = {i: new for i, (new, _) in found.items()}
-            means = {i: taken for i, (_, taken) in found.items()}
 
         def answer(request: Request) -> list[Tensor]:
             answers = whole_answer(request)
@@ -638,7 +637,7 @@ class FunctionalOptimizer(Kept):
             return answers
 
         for i, (p, leaf, g) in enumerate(zip(tree.leaves, old, tree.grads)):
-            if g is None or i in results:
+            if g is None:
                 continue
             wide = leaf_dtype(leaf, g)
             now = cast(scalars[at[i]], wide, p.device)

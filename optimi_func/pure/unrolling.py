@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from optimi_func.core import checks
 from optimi_func.core.rule import PyTree
 from optimi_func.core.torch_private import serializable
-from optimi_func.pure.tree import grads_and_value, step_of
+from optimi_func.core.tree import grads_and_value, step_of
 
 T = TypeVar("T")
 

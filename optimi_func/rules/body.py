@@ -32,10 +32,10 @@ from optimi_func.core.checks import bind_call
 from optimi_func.core.rule import PyTree, Rule, StorageLike
 from optimi_func.core.storage import storage_of
 from optimi_func.core.torch_private import constant_in_graphs
+from optimi_func.core.tree import TreeState, init_tree
 from optimi_func.execution.trees import step, step_
 from optimi_func.hooks import cautious
 from optimi_func.pure.functional import RATES, Decay, FunctionalOptimizer
-from optimi_func.pure.tree import TreeState, init_tree
 from optimi_func.rules.helping import (
     example_of_value,
     help_of_init,

@@ -17,8 +17,8 @@ from optimi_func.core.pairs import as_real
 from optimi_func.core.rule import Rule, Storage
 from optimi_func.core.storage import group_storage, own_names
 from optimi_func.core.torch_private import in_distributed_checkpoint, unwrapped
+from optimi_func.core.tree import TreeState, seed_tensor
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import TreeState, seed_tensor
 from optimi_func.state import convert, stored
 from optimi_func.state.convert import Counterparts, Entry, Group, LoadReport, Match
 from optimi_func.state.describe import describe

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from optimi_func.core import storage
 from optimi_func.core.checks import warn_user
 from optimi_func.core.rule import Options, Rule
+from optimi_func.core.tree import LeafState, TreeState, running_tensors
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import LeafState, TreeState, running_tensors
 
 # torch's options that are no fields here: groups have them if they were given.
 TORCHS = ("fused", "differentiable")

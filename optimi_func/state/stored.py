@@ -34,9 +34,9 @@ from optimi_func.core.storage import (
     state_in,
 )
 from optimi_func.core.torch_private import FACTS, is_plain, is_unwatched, transform_level
+from optimi_func.core.tree import tensor_of
 from optimi_func.pure.casts import called
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import tensor_of
 from optimi_func.state.convert import TRAIN_PARAM, Entry, checked
 
 # Fields without which moments are in other coordinates.

@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 from optimi_func.core.checks import check_grad
 from optimi_func.core.leaf import held_dtype
 from optimi_func.core.rule import InitOptions, PureOptimizer, PyTree, Scalar
+from optimi_func.core.tree import flatten_params, match_tree, path_of, step_of, without_none
 from optimi_func.execution.kernels import with_own_code_object
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import flatten_params, match_tree, path_of, step_of, without_none
 
 S = TypeVar("S")
 

@@ -11,9 +11,9 @@ from optimi_func.core.checks import check_number, check_whole
 from optimi_func.core.leaf import held_dtype
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import PureOptimizer, PyTree, check_pure
+from optimi_func.core.tree import flatten_params, match_tree
 from optimi_func.pure.casts import resolve
 from optimi_func.pure.functional import Number
-from optimi_func.pure.tree import flatten_params, match_tree
 from optimi_func.transforms._trees import Around, Trees, count_from, like
 
 Reduction: TypeAlias = Literal["mean", "sum"]

@@ -20,9 +20,9 @@ from optimi_func.core.pairs import as_complex, as_real
 from optimi_func.core.philox import normals
 from optimi_func.core.rule import PureOptimizer, PyTree, Scalar, check_pure
 from optimi_func.core.torch_private import clip_factor
+from optimi_func.core.tree import check_pair, flatten_params, tensor_of
 from optimi_func.pure.casts import resolve
 from optimi_func.pure.functional import Number
-from optimi_func.pure.tree import check_pair, flatten_params, tensor_of
 from optimi_func.transforms._trees import (
     Around,
     Trees,

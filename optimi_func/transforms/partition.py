@@ -13,8 +13,8 @@ from optimi_func.core.codes import is_low
 from optimi_func.core.rule import InitOptions, PureOptimizer, PyTree, check_pure
 from optimi_func.core.storage import keeps_codes, storage_of
 from optimi_func.core.torch_private import serializable
+from optimi_func.core.tree import flatten_params, match_tree, step_of, without_none
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import flatten_params, match_tree, step_of, without_none
 from optimi_func.transforms._trees import (
     Transform,
     Trees,

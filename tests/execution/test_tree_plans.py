@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optimi_func import adamw_init, adamw_step, compiled
+from optimi_func.core.tree import FlatTree
 from optimi_func.execution import plans, trees
-from optimi_func.pure.tree import FlatTree
 
 pytestmark = pytest.mark.kernels
 

@@ -17,13 +17,13 @@ from optimi_func.core.leaf import leaf_step, rates
 from optimi_func.core.math import moment
 from optimi_func.core.rule import Direction, Leaf, Means, Rule, Scalar, Scalars, Whole
 from optimi_func.core.storage import tensors_of
+from optimi_func.core.tree import LeafState
 from optimi_func.execution import wholes
 from optimi_func.execution.launches import run_launches
 from optimi_func.execution.plans import Plan
 from optimi_func.execution.scalars import pack
 from optimi_func.execution.slots import Columns, Step, make_slots
 from optimi_func.optimizers.sgd import SGD
-from optimi_func.pure.tree import LeafState
 
 EAGER: dict[str, Any] = {"compile": False}
 WAYS: dict[str, dict[str, Any]] = {

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import optimi_func
 from optimi_func import adamw_init, adamw_step, schedules
+from optimi_func.core import tree
 from optimi_func.core.packed import Packed
-from optimi_func.pure import functional, tree
+from optimi_func.pure import functional
 from optimi_func.rules import Float, Moment, Optimizer, functions
 
 # Operations of a leaf of float32, with the default hyperparameters: those of its program

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import optimi_func
 from optimi_func import Adafactor, AdamW, functional, optim, prepare_for_gradient_release
+from optimi_func.core.tree import LeafState, TreeState
 from optimi_func.optimizers import adam as adam_file
-from optimi_func.pure.tree import LeafState, TreeState
 from optimi_func.rules import (
     Betas,
     Body,

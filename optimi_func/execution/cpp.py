@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, STDOUT, Popen
+from subprocess import DEVNULL, STDOUT, Popen
 from tempfile import TemporaryDirectory
 from threading import Event, Thread, get_ident
 from typing import Any, NamedTuple, TypeVar
@@ -69,7 +69,7 @@ _errors: list[Exception] = []
 _again = Event()
 # The thread that `start` has started, and the compiler while it runs.
 _threads: list[Thread] = []
-_compilers: list["Popen[str]"] = []
+_compilers: list["Popen[bytes]"] = []
 _exits = Event()
 _lock = threading.RLock()
 
@@ -99,19 +99,20 @@ def start() -> None:
         return
     native_key()  # Another thread may import Inductor and change its settings soon.
     if _is_called_here():
-        _threads.append(Thread(target=native, name="optimi_func C++", daemon=True))
-        atexit.register(_stop)
+        thread = Thread(target=native, name="optimi_func C++", daemon=True)
         with suppress(RuntimeError):  # no more threads: `native` does it without
-            _threads[0].start()
+            thread.start()
+            _threads.append(thread)
+            atexit.register(_stop)
 
 
 def _stop() -> None:
     """End a compiler that still runs when the process exits, with its own processes."""
     _exits.set()
     for compiler in [*_compilers]:
-        with suppress(OSError):
-            os.killpg(compiler.pid, signal.SIGTERM)
-        _threads[0].join(5.0)  # It removes its files.
+        _end(compiler)
+        for thread in _threads:
+            thread.join(5.0)  # It removes its files.
 
 
 def native() -> Native | None:
@@ -203,29 +204,30 @@ def _call(command: list[str], place: str) -> None:
     """Run a compiler in a folder, and raise if it fails."""
     if _exits.is_set():
         raise RuntimeError("nothing is compiled any more: the interpreter exits")
-    # A group of its own, because the compiler calls others, which have to end with it.
-    compiler = Popen(
-        command,
-        cwd=place,
-        stdin=DEVNULL,
-        stdout=PIPE,
-        stderr=STDOUT,
-        text=True,
-        errors="replace",
-        process_group=0,
-    )
+    said = Path(place, "said")
+    # A file, because a pipe is at its end when no fork of this process has it any more. A
+    # group of its own, because the compiler calls others, which have to end with it.
+    with said.open("wb") as file:
+        compiler = Popen(
+            command, cwd=place, stdin=DEVNULL, stdout=file, stderr=STDOUT, process_group=0
+        )
     _compilers.append(compiler)
     try:
-        said, _ = compiler.communicate()
+        compiler.wait()
     except BaseException:
-        with suppress(OSError):
-            os.killpg(compiler.pid, signal.SIGTERM)
+        _end(compiler)
         compiler.wait()
         raise
     finally:
         _compilers.remove(compiler)
     if compiler.returncode:
-        raise RuntimeError(f"C++ compile error of {shlex.join(command)}: {said[:4000]}")
+        text = said.read_text(errors="replace")[:4000]
+        raise RuntimeError(f"C++ compile error of {shlex.join(command)}: {text}")
+
+
+def _end(compiler: "Popen[bytes]") -> None:
+    with suppress(OSError):
+        os.killpg(compiler.pid, signal.SIGTERM)
 
 
 @cache

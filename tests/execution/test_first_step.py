@@ -240,16 +240,31 @@ def test_nothing_is_compiled_while_the_interpreter_exits(
 
 
 @ON_LINUX
-def test_an_interrupt_ends_the_compiler(fresh: list[str], monkeypatch: Any) -> None:
+def test_an_interrupt_ends_the_compiler(
+    fresh: list[str], tmp_path: Path, monkeypatch: Any
+) -> None:
     made: list[Any] = []
 
-    class Interrupted(subprocess.Popen[str]):
-        def communicate(self, *given: Any, **more: Any) -> Any:
+    class Interrupted(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            if self in made:
+                return super().wait(timeout)
             made.append(self)
             raise KeyboardInterrupt
 
     monkeypatch.setattr(cpp, "Popen", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        cpp._call(["sleep", "600"], "/")
+        cpp._call(["sleep", "600"], str(tmp_path))
     assert made[0].returncode == -15 and not cpp._compilers
-    made[0].stdout.close()
+
+
+@ON_LINUX
+def test_a_process_without_more_threads_compiles_later(
+    fresh: list[str], monkeypatch: Any
+) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(cpp.Thread, "start", start)
+    cpp.start()
+    assert cpp._threads == [] and cpp.failure() is None

@@ -675,7 +675,7 @@ def test_a_warm_store_serves_where_no_compiler_is(place: Path) -> None:
     )
     assert list(place.glob("*.so")) == []
     cold = said_by(COUNTS)
-    assert cold[:-1] == ["_compile_now", "_compile"]
+    assert sorted(cold[:-1]) == ["_compile", "_compile_now"]
     assert said_by(COUNTS, **nowhere) == cold[-1:]
     code, said = checked(**nowhere)
     assert code == 0 and said.count(": kept\n") == 2

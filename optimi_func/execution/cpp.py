@@ -159,7 +159,9 @@ def _load() -> Native | None:
         with TemporaryDirectory(prefix="optimi_func-", ignore_cleanup_errors=True) as place:
             path = _compile(place)
             store.keep(native_key(), path, None)
-            return _functions_of(path)
+            # Not every folder of temporary files is one that code can be loaded from.
+            kept = store.find(native_key())
+            return _functions_of(kept[0] if kept else path)
 
 
 def _functions_of(path: str) -> Native:

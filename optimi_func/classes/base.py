@@ -229,7 +229,7 @@ class BaseOptimizer(Fields, Checkpoints):
         self._constructed = True
         self._warn_of_mistakes(0)
         groups = [x for x in self.param_groups if executor_of(x) in ("auto", "kernels")]
-        if any(p.is_cpu for group in groups for p in group["params"]):
+        if any(p.is_cpu and has_memory(p) for group in groups for p in group["params"]):
             start()
 
     def _begin(self, options: Group) -> None:

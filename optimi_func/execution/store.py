@@ -205,8 +205,8 @@ def unwritable() -> str:
 
 def tell(kept: bool) -> None:
     """Say on stderr, once in a process, that a step is compiled, and for how long."""
-    quiet = os.environ.get(QUIET, "0") != "0" or sys.stderr is None
-    if quiet or not is_first("compiled"):
+    quiet = os.environ.get(QUIET) not in (None, "", "0")
+    if quiet or sys.stderr is None or not is_first("compiled"):
         return
     kept = kept and not unwritable()
     later = f"later processes load it from {folder()}" if kept else "as in each process"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import optimi_func
 from optimi_func.classes import base
@@ -214,6 +215,15 @@ def test_optimizers_on_cpu_that_compile_begin(
     p = torch.nn.Parameter(torch.ones(2, device=device))
     optimi_func.SGD([p], lr=0.1, **options)
     assert begun == [True] * begins
+
+
+def test_an_optimizer_of_fake_parameters_begins_nothing(monkeypatch: Any) -> None:
+    def start() -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(base, "start", start)
+    with FakeTensorMode():
+        optimi_func.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
 
 
 @ON_LINUX

@@ -20,7 +20,6 @@ from optimi_func.execution import cpp, kernels, store
 
 def _warm(made: Any, dtype: torch.dtype, options: dict[str, Any]) -> list[str]:
     """Compile and print a class's kernels. Return those that no process can load."""
-    cpp.native()
     found = kernels.forget()
     for _ in range(2):  # The second time, what has been kept is loaded.
         p = torch.nn.Parameter(torch.ones(64, 64, dtype=dtype, device="cpu"))
@@ -29,6 +28,7 @@ def _warm(made: Any, dtype: torch.dtype, options: dict[str, Any]) -> list[str]:
             p.grad = torch.ones_like(p)
             optimizer.step()
         found = kernels.forget()
+    cpp.native()
     paths = {x: getattr(made, "made_of", ("",))[0] for x, made in found.items()}
     paths["C++ functions"] = (store.find(cpp.native_key()) or ("",))[0]
     place = str(store.folder())

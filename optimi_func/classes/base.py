@@ -61,7 +61,7 @@ from optimi_func.core.torch_private import (
     unwrapped,
     watched_if_needed,
 )
-from optimi_func.execution.cpp import retry
+from optimi_func.execution.cpp import retry, start
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.plans import ClassPlan
 from optimi_func.execution.scalars import pack, scalars_after
@@ -228,6 +228,9 @@ class BaseOptimizer(Fields, Checkpoints):
         super().__init__(params, plain_numbers(defaults))
         self._constructed = True
         self._warn_of_mistakes(0)
+        groups = [x for x in self.param_groups if executor_of(x) in ("auto", "kernels")]
+        if any(p.is_cpu and has_memory(p) for group in groups for p in group["params"]):
+            start()
 
     def _begin(self, options: Group) -> None:
         """Make the attributes. Options that are no group's are taken out."""

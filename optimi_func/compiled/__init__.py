@@ -40,8 +40,12 @@ five minutes.
 
 Some kernels are not stored, so each process compiles them: steps on CUDA, kernels that need
 the wrapper of Inductor's C++ code, rules of your own whose functions have no digest, and
-steps after `torch.compiler.set_stance`. If a compilation takes more than 2 s, the logger
-`optimi_func` reports it once.
+steps after `torch.compiler.set_stance`.
+
+Before the first compilation for a CPU, each process prints one line on stderr, which says
+how long compiling takes and where the result is stored. If a process waits more than 2 s
+for a compilation on CUDA, or for another process that compiles, it prints the same line.
+Set the environment variable `OPTIMI_FUNC_QUIET=1` to turn the line off.
 
 The graphs of `train_step` and of your own `torch.compile` calls are stored in torch's own
 cache (`TORCHINDUCTOR_CACHE_DIR`). The keys of this cache do not contain

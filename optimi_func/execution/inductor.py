@@ -10,19 +10,17 @@ Only this module and bfloat16.py use private parts of Inductor. If they are not 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import copy_context
-from importlib import import_module
-from threading import Thread
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from optimi_func.execution import bfloat16
-from optimi_func.execution.cpp import native, native_key, with_vectors
+from optimi_func.execution import bfloat16, cpp, store
+from optimi_func.execution.cpp import with_vectors
 from optimi_func.execution.list_kernel import ListKernel, list_kernel_of
 from optimi_func.execution.shaped import ShapedKernel, shaped_kernel_of, store_vectors
+from optimi_func.execution.tensors import uncollected
 from optimi_func.execution.triton_list import triton_list_kernel_of
 
 T = TypeVar("T", bound=Callable[..., object])
@@ -73,31 +71,33 @@ def compile_flat(function: Kernel, example: Sequence[Tensor], row: int) -> Kerne
             return direct
         return triton_list_kernel_of(direct, generated, order, example) or direct
 
-    return with_vectors(made)
+    with uncollected():
+        return with_vectors(made)
 
 
 def compile_list_kernel(
-    function: Kernel, example: Sequence[Tensor], shaped: bool, elementwise: bool
+    function: Kernel,
+    example: Sequence[Tensor],
+    shaped: bool,
+    elementwise: bool,
+    kept: bool = False,
 ) -> ListKernel | ShapedKernel | None:
     """Compile `function` for lists of tensors on CPU; None if that is not possible.
 
     If `shaped`, tensors have shapes, and the first of the example one of different primes.
-    If `elementwise`, the function adds up no elements.
+    If `elementwise`, the function adds up no elements. If `kept`, the store will have it.
     """
 
     def compile_with(
         header: dict[str, object], conversions: bfloat16.Conversions | None
     ) -> ListKernel | ShapedKernel | None:
-        # Two threads that import parts of it would wait for each other.
-        import_module("torch._inductor.compile_fx")
-        # The C++ compiler runs in processes of its own. Settings belong to a context.
-        ahead = Thread(target=copy_context().run, args=(native,))
-        ahead.start()
         options = {"cpp.threads": 1, **_width(), **header}
         options |= _one_pass() if shaped else {}
+        if kept and store.folder() is not None:
+            # A key of torch's own cache takes longer to compute than a kernel to generate.
+            options["fx_graph_cache"] = False
         change = store_vectors if shaped else conversions
         _, code = _compile(function, example, options, change)
-        ahead.join()
         make = shaped_kernel_of if shaped else list_kernel_of
         kernel = None if code is None else make(*code, example)
         if code is None or kernel is None or conversions is None:
@@ -120,8 +120,9 @@ def compile_list_kernel(
             bfloat16.report(error)
             return kernel
 
-    native_key()  # of the settings before they are changed
-    return with_vectors(made)
+    cpp.start()  # of the settings before they are changed
+    with uncollected():
+        return with_vectors(made)
 
 
 def _width() -> dict[str, object]:
@@ -182,8 +183,9 @@ def _compile(
     public = torch_compile(function, {"dynamic": True, "backend": backend})
     # A hit in that cache would not call `inner`.
     with config.patch(enable_autograd_cache=False):
-        # Else numbers that a hook reads of its module would be arguments of the code.
-        with torch._dynamo.config.patch(specialize_float=True):
+        # Else numbers that a hook reads of its module would be arguments of the code, and
+        # all objects of the process would be searched for garbage.
+        with torch._dynamo.config.patch(specialize_float=True, run_gc_after_compile=False):
             public(*example)
     order = argument_order(calls[0] if calls else (), example)
     calls[:] = [()]  # frees the example

@@ -269,7 +269,7 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
     with kernel_context(key.device), warnings.catch_warnings():
         # As errors, torch's warnings about itself would read as a failed compilation.
         warnings.filterwarnings("ignore", module=_COMPILERS)
-        timer = Timer(store.PATIENCE, store.tell, (key.name, bool(entry)))
+        timer = Timer(store.PATIENCE, store.tell, [bool(entry)])
         timer.start()
         try:
             with store.alone(entry):
@@ -308,8 +308,8 @@ def _compile_now(
     compiled: Kernel | None = None
     if listed:
         body = with_own_code_object(noticed, key.name)
-        elementwise = key.round is None
-        compiled = compile_list_kernel(body, example, bool(key.shape), elementwise)
+        kinds = bool(key.shape), key.round is None, bool(key.digest)
+        compiled = compile_list_kernel(body, example, *kinds)
         if ran_eagerly:
             raise SwitchedOffError
         if key.shape and (compiled is None or not _agrees(compiled, key, run, 0)):

@@ -30,8 +30,9 @@ from optimi_func.core.checks import is_first
 from optimi_func.core.torch_private import changed_settings
 
 VARIABLE = "OPTIMI_FUNC_CACHE"  # a folder, or "0" for no store
+QUIET = "OPTIMI_FUNC_QUIET"  # "1" for no line on stderr
 LONGEST = 1 << 26  # bytes of an entry, which has some 70 KB
-PATIENCE = 2.0  # seconds of waiting for a compiler without a word
+PATIENCE = 2.0  # seconds of waiting for another process without a word
 LONGEST_WAIT = 300.0  # seconds for another process's lock
 OLD = 3600.0  # seconds after which a file that is no entry is a dead process's
 # Beginnings of variables that Inductor reads once, at its import, of those that it reads
@@ -100,7 +101,7 @@ def _path(key: str) -> Path | None:
 
 def _current(key: str) -> dict[str, Any] | None:
     """Return an entry's record if this machine's compiler, if any, made its library."""
-    entry, here = _read(key), _compiler()
+    entry, here = _read(key), compiler()
     return entry if entry and (not here[1] or here == entry["compiler"]) else None
 
 
@@ -135,7 +136,7 @@ def keep(key: str, library: str, facts: object) -> None:
             with suppress(FileNotFoundError):
                 if part.lstat().st_mtime < time.time() - OLD:  # Its writer was killed.
                     part.unlink()
-        words = json.dumps({"compiler": _compiler(), "facts": facts}).encode()
+        words = json.dumps({"compiler": compiler(), "facts": facts}).encode()
         text = Path(library).read_bytes() + words + len(words).to_bytes(4, "big")
         handle, new = tempfile.mkstemp(dir=place, prefix=f"{key}.so.")
         try:
@@ -202,17 +203,20 @@ def unwritable() -> str:
         return str(error)
 
 
-def tell(name: str, kept: bool) -> None:
-    """Say once in a process that a step is compiled."""
-    if not is_first("compiled"):
+def tell(kept: bool) -> None:
+    """Say on stderr, once in a process, that a step is compiled, and for how long."""
+    quiet = os.environ.get(QUIET) not in (None, "", "0")
+    if quiet or sys.stderr is None or not is_first("compiled"):
         return
-    writable = kept and not unwritable()
-    later = f"later processes load it from {folder()}" if writable else "as in each process"
-    text = f"optimi_func compiles a step ({name}), which takes some seconds: {later}"
-    if _log.hasHandlers() or sys.stderr is None or not sys.stderr.isatty():
-        _log.info(text)
-    else:
-        print(text, file=sys.stderr)
+    kept = kept and not unwritable()
+    later = f"later processes load it from {folder()}" if kept else "as in each process"
+    with suppress(OSError, ValueError):  # a pipe that nobody reads, or a closed file
+        print(
+            "optimi_func: compiling an optimizer step for this machine, about 5 s; "
+            f"{later} ({QUIET}=1 turns this line off)",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def key_of(ingredients: Mapping[str, object] | None, **more: object) -> str:
@@ -224,23 +228,25 @@ def key_of(ingredients: Mapping[str, object] | None, **more: object) -> str:
 
 
 def may_compile(name: str, key: str) -> bool:
-    """Return True if a kernel is to be compiled, and note it if not.
+    """Return True if a kernel is to be compiled, and say so; note it if not.
 
     Raise if it is, and no compiler runs: importing Inductor first would take seconds.
     """
     if missing is not None:
         missing[name] = "not in the store" if key else "compiled in each process"
         return False
-    command, version, _ = _compiler()
+    command, version, _ = compiler()
     if not version and not os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
         raise RuntimeError(f"no C++ compiler {command!r} can be called")
+    tell(bool(key))
     return True
 
 
-def _compiler() -> list[Any]:
+def compiler() -> list[Any]:
     """Return command, version (empty if it does not run) and variables of the compiler."""
-    config = sys.modules.get("torch._inductor.config")
-    command = os.environ.get("CXX", "g++") if config is None else config.cpp.cxx
+    # Another thread may be importing it just now.
+    config = getattr(sys.modules.get("torch._inductor.config"), "cpp", None)
+    command = os.environ.get("CXX", "g++") if config is None else config.cxx
     command = command if isinstance(command, str) else command[-1]
     version = _version(command, os.environ.get("PATH"))
     return [command, version, _environment(_COMPILERS)]

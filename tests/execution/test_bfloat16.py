@@ -152,7 +152,7 @@ def test_only_an_error_of_the_compiler_is_the_headers(
 
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(inductor, "_compile", compile_)
-    monkeypatch.setattr(inductor, "native", lambda: None)
+    monkeypatch.setattr(inductor.cpp, "start", lambda: None)
     monkeypatch.setattr(inductor, "with_vectors", lambda made: made())
     monkeypatch.setattr(inductor, "_width", dict)
     example = [torch.ones(3), torch.ones(9, dtype=torch.bfloat16)]

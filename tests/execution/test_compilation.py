@@ -392,50 +392,65 @@ def test_a_bucket_of_one_is_a_copy() -> None:
     assert (conv.weight != before).all()
 
 
+def tried_out(self: object, code: str) -> bool:
+    raise AssertionError("tried out")
+
+
 def test_vector_instructions_are_not_tried_out(monkeypatch) -> None:
-    """A test program for each takes a new process a fifth of its first step."""
+    """A test program for each, and for its extensions, takes a fifth of a first step."""
     from torch._inductor import config, cpu_vec_isa
 
-    def build(self, code):
-        raise AssertionError("tried out")
-
-    class Vectors(cpu_vec_isa.VecAVX2):  # of which no other test has asked
-        __hash__ = object.__hash__
-
-    # VecAVX512 and its kin still try their extensions, small programs without headers.
-    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", build)
+    usual = cpu_vec_isa.valid_vec_isa_list
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", tried_out)
     with cpp.unprobed_vectors():
-        assert Vectors()
+        vectors = cpu_vec_isa.pick_vec_isa()
+        assert vectors or not cpu_vec_isa.valid_vec_isa_list()
         with config.patch({"cpp.vec_isa_ok": False}), cpp.unprobed_vectors():
-            assert not Vectors()  # as the user has it
-    with pytest.raises(AssertionError, match="tried out"):
-        bool(Vectors())
+            assert config.cpp.vec_isa_ok is False  # as the user has it
+    assert cpu_vec_isa.valid_vec_isa_list is usual and config.cpp.vec_isa_ok is None
 
 
+def test_vectors_are_those_that_inductor_finds() -> None:
+    """Kernels have the same code, whether instruction sets were tried out or not."""
+    from torch._inductor import cpu_vec_isa
+
+    found = cpu_vec_isa.pick_vec_isa()
+    with cpp.unprobed_vectors():
+        ours = cpu_vec_isa.pick_vec_isa()
+    assert (str(ours), ours.bit_width()) == (str(found), found.bit_width())
+    assert (ours.build_macro(), hash(ours)) == (found.build_macro(), hash(found))
+    assert isinstance(ours, type(found))
+
+
+@pytest.mark.skipif(
+    "AVX" not in torch.backends.cpu.get_cpu_capability(), reason="needs an x86 CPU"
+)
 def test_vector_instructions_are_tried_out_where_a_compilation_fails(monkeypatch) -> None:
-    from torch._inductor import config, cpu_vec_isa
+    from torch._inductor import cpu_vec_isa
 
     seen = []
-    # A test program would take seconds to build, which `cache_info` shows to be asked for.
-    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda self, code: True)
+    usual: list[object] = []
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: usual)
 
     def compile_(function, example, options):
-        cpu_vec_isa.valid_vec_isa_list()
-        seen.append((config.cpp.vec_isa_ok, cpu_vec_isa.valid_vec_isa_list.cache_info()))
+        seen.append(cpu_vec_isa.valid_vec_isa_list())
         if len(seen) == 1:
             raise RuntimeError("unknown instruction")
         return function, None
 
     monkeypatch.setattr(inductor, "_compile", compile_)
     inductor.compile_flat(lambda *xs: None, [torch.ones(1), torch.ones(2)], 1)
-    assert [ok for ok, _ in seen] == [True, None]
-    # A list of its own, made for the width of the second compilation.
-    assert (seen[1][1].hits, seen[1][1].misses) == (1, 1)
+    assert seen[0] and seen[1] is usual
 
 
-def test_threads_that_compile_at_a_time_leave_no_setting_behind() -> None:
-    from torch._inductor import config
+def test_threads_that_compile_at_a_time_leave_nothing_behind(monkeypatch) -> None:
+    """Nor does a thread see what another one has."""
+    from torch._inductor import config, cpu_vec_isa
 
+    def usual() -> list[None]:
+        return [None] * 9
+
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", usual)
     one, both, two = (threading.Barrier(2, timeout=60) for _ in range(3))
     seen = []
 
@@ -443,6 +458,8 @@ def test_threads_that_compile_at_a_time_leave_no_setting_behind() -> None:
         with cpp.unprobed_vectors():
             one.wait()
             both.wait()
+            seen.append(len(cpu_vec_isa.valid_vec_isa_list()))
+        seen.append(len(cpu_vec_isa.valid_vec_isa_list()))
         two.wait()
 
     def second() -> None:
@@ -450,14 +467,17 @@ def test_threads_that_compile_at_a_time_leave_no_setting_behind() -> None:
         with cpp.unprobed_vectors():
             both.wait()
             two.wait()
-        seen.append(config.cpp.vec_isa_ok)
+            seen.append(len(cpu_vec_isa.valid_vec_isa_list()))
+        seen.append(len(cpu_vec_isa.valid_vec_isa_list()))
 
     threads = [threading.Thread(target=run) for run in (first, second)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [*seen, config.cpp.vec_isa_ok] == [None, None]
+    kinds = len(cpp._vectors()) or 9
+    assert seen == [kinds, 9, kinds, 9]
+    assert cpu_vec_isa.valid_vec_isa_list is usual and config.cpp.vec_isa_ok is None
 
 
 STEP = """
@@ -497,32 +517,6 @@ def test_compiled_kernels_travel_as_cache_artifacts(tmp_path) -> None:
         assert done.returncode == 0, done.stderr
         hits.append(done.stdout.strip())
     assert hits == ["0", "1"]
-
-
-def test_the_compiler_is_imported_before_a_second_thread_needs_it(monkeypatch) -> None:
-    said: list[str] = []
-
-    class Ahead:
-        def __init__(self, **given: object) -> None:
-            pass
-
-        def start(self) -> None:
-            said.append("thread")
-
-        def join(self) -> None:
-            pass
-
-    patches = {
-        "Thread": Ahead,
-        "import_module": said.append,
-        "native_key": lambda: "",
-        "_width": dict,
-        "_compile": lambda *_: (said.append("compile"), None),
-    }
-    for name, stand_in in patches.items():
-        monkeypatch.setattr(inductor, name, stand_in)
-    assert inductor.compile_list_kernel(lambda *_: None, [], False, True) is None
-    assert said == ["torch._inductor.compile_fx", "thread", "compile"]
 
 
 def test_a_transformed_optimizer_is_refused() -> None:

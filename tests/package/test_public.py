@@ -594,13 +594,18 @@ def test_private_optimizer_is_there() -> None:
 
 
 def test_private_compiler_settings_are_there() -> None:
-    """What execution/ sets while it compiles, and what it drops after a failure."""
+    """What execution/ sets and replaces while it compiles."""
     from torch._inductor import config, cpu_vec_isa
     from torch._inductor.compile_fx import compile_fx_inner
 
     assert config.cpp.vec_isa_ok in (None, True, False)
-    assert callable(cpu_vec_isa.valid_vec_isa_list.cache_clear)
+    assert isinstance(torch._dynamo.config.run_gc_after_compile, bool)
+    assert callable(cpu_vec_isa.valid_vec_isa_list)
+    assert {*cpu_vec_isa.x86_isa_checker()} <= {
+        name for x in cpu_vec_isa.supported_vec_isa_list for name in str(x).split()
+    }
     settings = "use_pre_grad_passes", "use_joint_graph_passes", "size_asserts"
+    settings = (*settings, "fx_graph_cache")
     limits = "reads", "acc_reads", "opcount"
     for name in (*settings, *[f"realize_{limit}_threshold" for limit in limits]):
         assert hasattr(config, name), name

@@ -82,10 +82,9 @@ class Launch:
         self.keeps = rule.whole_fields if rule.measure is not None else ()
         self._numels: Tensor | None = None
         if FACTS in asked:
-            device = first.g.device
             sizes = [x.numel for x in self.shards] or self.lengths.tolist()
             wide = torch.tensor(sizes, dtype=torch.float64, device="cpu")
-            self._numels = wide.to(device, scalar_dtype(device))
+            self._numels = wide.to(first.g.device, self.dtype)[:, None]
 
     def pick(self, items: list[T]) -> list[T]:
         """Pick this launch's part from a list with an item for each parameter."""
@@ -124,8 +123,8 @@ class Launch:
         if self._numels is None:
             return {}
         lists = [self.pick(step.columns.own[name]) for name in self.keeps]
-        kept = [torch.stack(x).to(self._numels) for x in lists]
-        return {FACTS: torch.stack([self._numels, *kept], 1)}
+        kept = [torch.stack(x).to(self._numels)[:, None] for x in lists]
+        return {FACTS: torch.cat([self._numels, *kept], 1) if kept else self._numels}
 
     def keep(self, step: Step, known: Mapping[str, Tensor]) -> None:
         """Write the numbers of tensors that a rule with `measure` keeps."""

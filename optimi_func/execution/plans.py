@@ -203,7 +203,7 @@ class ClassPlan(Plan):
 
     def columns(self, tensors: list[Any], grads: list[Any]) -> Columns:
         """Return the columns that launches take, which are in place."""
-        own = {name: tensors[where] for name, where in self._slices.items()}
+        own = dict(zip(self._slices, map(tensors.__getitem__, self._slices.values())))
         return Columns(grads, own, own)
 
     def run(

@@ -228,8 +228,6 @@ class TreeUpdate:
                     s = LeafState(s.rule_state, s.kahan_comp, after[i])
                 states[i] = s
         for i, new, own, comp in zip(places, x, rule_states, comps):
-            if (seed := seed_in(states[i].kahan_comp)) is not None:
-                comp = seed.clone()
             ps[i], states[i] = new, LeafState(own, comp, after[i])
         return tree.rebuild(ps, states)
 
@@ -329,7 +327,12 @@ def planned_step(
         if plans is not None and keeps:
             plans[:] = [(Guard(tensors, addresses=in_place), plan), *plans[:3]]
     update.finish_step(update.run(plan, places, columns), in_place)
-    return None if in_place else update.rebuild(places, results)
+    if in_place:
+        return None
+    if (seeds := columns.given.get(BITS)) is not None:
+        comps = zip(seeds, results.get(COMP, seeds))
+        results[COMP] = [comp if seed is None else seed.clone() for seed, comp in comps]
+    return update.rebuild(places, results)
 
 
 def _checked(

@@ -619,10 +619,13 @@ class FunctionalOptimizer(Kept):
         """Step; `extras` are what the rule is given besides for each leaf, by name."""
         self.warn(tree)
         scalars, at, running, cast = self._now(tree)
-        if extras is None and self.rule.whole is None and tree.runs_at_once():
+        if tree.runs_at_once():
             # Derivatives may pass through a number that requires grad.
-            if all([Packed(x).constant for x in scalars]):
+            constant = extras is None and all([Packed(x).constant for x in scalars])
+            if constant and self.rule.whole is None:
                 return eager_step(self.rule, tree, (scalars, at, running))
+            device = tree.state.step.device
+            running = [running_tensors(x, device) for x in running]  # shared so far
         pairs = zip(tree.leaves, tree.states)
         old = [Leaf(p, s.rule_state, s.kahan_comp) for p, s in pairs]
         leaves, states = tree.leaves.copy(), tree.states.copy()
@@ -714,8 +717,6 @@ class FunctionalOptimizer(Kept):
         else:
             t = step.to(scalar_dtype(step.device)) + 1.0
         scalars, at, running = self.scalars(tree, step, t, at_once)
-        if at_once and self.rule.running._fields:
-            running = [running_tensors(x, step.device) for x in running]  # shared so far
         return scalars, at, running, Casts(self.rule, at_once)
 
     def scalars(

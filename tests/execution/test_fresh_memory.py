@@ -91,8 +91,8 @@ def test_the_eager_step_fills_all_results(
     case: Case, dtype: torch.dtype, storage: Any, poisoned: None, monkeypatch: Any
 ) -> None:
     """In new tensors it computes what it computes in place."""
-    update, how = trees.TreeUpdate, (case, dtype, storage)
-    monkeypatch.setattr(trees, "TreeUpdate", lambda o, t, _: update(o, t, "eager"))
+    make, how = trees.TreeUpdate.of, (case, dtype, storage)
+    monkeypatch.setattr(trees.TreeUpdate, "of", lambda o, t, _: make(o, t, "eager"))
     check(run(trees.step, *how), run(trees.step_, *how))
 
 

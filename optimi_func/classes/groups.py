@@ -327,9 +327,7 @@ def names_of(groups: list[Group]) -> dict[Tensor, str]:
 
 def executor_of(group: Group) -> Executor:
     """Return the executor that a group's options ask for."""
-    if group["foreach"]:
-        return "foreach"
-    if group["compile"] is False:
+    if group["foreach"] or group["compile"] is False:
         return "eager"
     asked = group["compile"] or group["triton"] or group.get("fused")
     return "kernels" if asked else "auto"

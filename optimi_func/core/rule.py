@@ -84,7 +84,6 @@ class Means(NamedTuple):
     For `Rule.sums`, the executors multiply each mean by the number of elements.
 
     Attributes:
-        number: The number of means.
         measure: The function that returns the tensors whose means are taken, in the shape
             of the parameter x. It is `(g, x, state, coeffs) -> tensors` for `Rule.sums`,
             with the state after the direction, and `(x, u, state, coeffs) -> tensors` for
@@ -92,7 +91,6 @@ class Means(NamedTuple):
         tops: The number of the last of them that are maxima, not means.
     """
 
-    number: int
     measure: Callable[[Tensor, Tensor, Any, Any], list[Tensor]]
     tops: int = 0
 
@@ -101,7 +99,6 @@ class Measure(NamedTuple):
     """Means over a whole tensor that a rule takes before its direction, which reads them.
 
     Attributes:
-        number: The number of means.
         measure: `(g, x, state, coeffs) -> tensors`, in the shape of the parameter x, whose
             means are taken. The state is that before the step.
         settle: `(known, coeffs) -> (coeffs, kept)`: what `direction` reads, and the next
@@ -113,7 +110,6 @@ class Measure(NamedTuple):
             Kernels are given them among the means known, and None in their place.
     """
 
-    number: int
     measure: Callable[[Tensor, Tensor, Any, Any], list[Tensor]]
     settle: Callable[[Sequence[Tensor], Any], tuple[Any, tuple[Tensor, ...]]]
     tops: int = 0

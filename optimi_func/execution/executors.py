@@ -1,4 +1,4 @@
-"""Executors: plan launches of kernels, of torch._foreach_* or of single operations.
+"""Executors: plan launches of kernels, or of single operations.
 
 Kernels are given tensors that fill their memory in one order; others step eagerly. A list
 kernel takes all tensors that share dtypes and scalars. Without one, a kernel is called for
@@ -61,7 +61,7 @@ DRAWN = 1 << 17
 _uncompilable: set[str] = set()
 
 # "auto" takes kernels if a compiler is found, else "eager".
-Executor: TypeAlias = Literal["auto", "kernels", "foreach", "eager"]
+Executor: TypeAlias = Literal["auto", "kernels", "eager"]
 _Planner: TypeAlias = Callable[[Rule, list[Update], bool], list[Launch]]
 
 
@@ -93,7 +93,7 @@ def plan_launches(
 
     # A list kernel takes rows of scalars, if it has to write no means behind them.
     rounds = bool(updates) and bool(_rounds(rule, updates[0], write))
-    counted = executor in ("foreach", "eager") or rounds
+    counted = executor == "eager" or rounds
     # Other processes wait for the message about means that these are in.
     reduced = [u for u in updates if u.slot.shard is not None and rule.join is None]
     reduced = [u for u in reduced if _rounds(rule, u, write)]

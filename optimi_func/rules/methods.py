@@ -732,7 +732,7 @@ class Methods:
             found = dict(zip(numbers, settled(known, (), c)))
             return c._replace(**found), tuple([found[x] for x in kept])
 
-        return Measure(len(self.measured.reduced.tensors), measure, settle, tops, kept)
+        return Measure(measure, settle, tops, kept)
 
     def _coeffs(
         self, after: list[Symbol]
@@ -971,7 +971,7 @@ def _means(
     def measure(first: Tensor, second: Tensor, s: Any, c: Any) -> list[Tensor]:
         return [*run((first, second), s, c)]
 
-    return Means(len(traced[method].results), measure, traced[method].reduced.tops)
+    return Means(measure, traced[method].reduced.tops)
 
 
 def _eval_point(functions: dict[str, Callable[..., Any]]) -> Callable[..., Tensor] | None:

@@ -278,7 +278,7 @@ def test_three_passes_are_the_pipelines_step(executor: Any, comp: bool) -> None:
 
 
 def test_a_map_goes_with_no_other_cut() -> None:
-    sums = Means(1, lambda *_: [])
+    sums = Means(lambda *_: [])
     with pytest.raises(ValueError, match="centred: whole does not go with sums"):
         Rule("centred", State, init, coeffs, look_ahead, sums=sums, whole=Whole(centred))
     with pytest.raises(ValueError, match=r"centred: whole_fields=.'b',. are not the last"):

@@ -3,6 +3,8 @@
 Param groups hold hyperparameters under torch's names, and every step reads them again, so
 that schedulers work. `state[p]` is a flat dict: `step`, the rule's tensors and, if there is
 a compensation, `kahan_comp`.
+
+docs/house.md follows one step from here to the kernel, and explains the terms.
 """
 
 import inspect
@@ -63,7 +65,7 @@ from optimi_func.core.torch_private import (
 )
 from optimi_func.execution.cpp import retry, start
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.plans import ClassPlan
+from optimi_func.execution.plans import ClassPlan, Planned
 from optimi_func.execution.scalars import pack, scalars_after
 from optimi_func.execution.slots import Columns, Step
 from optimi_func.execution.sums import Part
@@ -440,7 +442,11 @@ class BaseOptimizer(Fields, Checkpoints):
         if request.new_entries:
             insert_made(self.state, request.new_entries)
         for work, done in zip(works, prepared):
-            with nullcontext() if done.on_host else kernel_context(work.params[0].device):
+            with (
+                nullcontext()
+                if done.without_torch
+                else kernel_context(work.params[0].device)
+            ):
                 sums = done.run()
             if sums:
                 parts.update({work.params[i]: part for i, part in sums.items()})
@@ -480,22 +486,25 @@ class BaseOptimizer(Fields, Checkpoints):
             if not all(map(has_memory, params)):
                 return Prepared(prepare_without_memory(self, work, request), False, [])
             with uncollected(), kernel_context(params[0].device):
-                plan = self._new_plan(work, request, bound, counting, plan)
-                tensors, plan.made = plan.made, []
+                plan, tensors = self._new_plan(work, request, bound, counting, plan)
                 self._keep(key, plan)
         grads = work.grads
         if plan.viewed:
             grads = to_local(aligned(partial(self.path_of, group), params, grads))
-        columns = plan.columns(tensors, grads)
+        columns = plan.reader.columns(tensors, grads)
         device = params[0].device if counting[0] else None
         step, after = self._step_of(work, request, bound, plan, columns, tensors, device)
-        check = partial(self._check_grads, work, grads, step)
-        launches, host = plan.launches(executor_of(group), step, check)
-        host = host and plan.counts.native is not None and all(map(_on_host, step.packed))
+        launches = plan.cached_launches(executor := executor_of(group), step)
+        if launches is None:
+            self._check_grads(work, grads, step)
+            launches = plan.new_launches(executor, step)
+        without_torch = launches.without_torch and plan.counts.native is not None
+        without_torch = without_torch and all(map(_on_host, step.packed))
         # Autograd has not seen that the local shards of these were written.
         written = params if request.write and plan.viewed else []
-        run = partial(plan.run, launches, tensors, step, after, written, request.ends)
-        return Prepared(run, host, plan.holders, plan)
+        calls = launches.calls
+        run = partial(plan.run, calls, tensors, step, after, written, request.ends)
+        return Prepared(run, without_torch, plan.holders, plan)
 
     def _check_grads(self, work: Work, grads: list[Tensor], step: Step) -> None:
         """Raise if a gradient does not fit its parameter."""
@@ -512,25 +521,26 @@ class BaseOptimizer(Fields, Checkpoints):
         bound: FunctionalOptimizer,
         counting: tuple[bool, bool],
         old: ClassPlan | None,
-    ) -> ClassPlan:
+    ) -> Planned:
         """Return a plan, if possible of an old one, and collect new entries."""
         group, params, made = work.group, work.params, request.new_entries
         if old is not None and self.state and not (made or counting[0]):
             # The old plan's entries were checked. If only addresses differ from them, only
             # the counts need another check.
-            plan = old.moved(params, [self.state.get(p, {}) for p in params])
-            if plan and plan.counts.valid:
-                return plan
+            found = old.moved(params, [self.state.get(p, {}) for p in params])
+            if found and found.plan.counts.valid:
+                return found
         how = bound, group_storage(group), counting[0]
         named = [(self.path_of(group, p), p) for p in params]
         entries = [ensure_state(self.state, made, *pair, *how) for pair in named]
-        if old is not None and (plan := old.moved(params, entries)) is not None:
-            return plan
+        if old is not None and (found := old.moved(params, entries)) is not None:
+            return found
         holders = [self.holders_of(group, p, path) for path, p in named]
         places = places_of(self, params) if bound.rule.draws else ()
-        plan = ClassPlan(bound.rule, counting, list(zip(params, entries, holders)), places)
-        plan.rounds = group_storage(group).param == "stochastic"
-        return plan
+        rows = list(zip(params, entries, holders))
+        found = ClassPlan.of(bound.rule, counting, rows, places)
+        found.plan.rounds = group_storage(group).param == "stochastic"
+        return found
 
     def _step_of(
         self,

@@ -52,6 +52,6 @@ class Prepared(NamedTuple):
     # the parameter in `Work.params`.
     run: Callable[[], dict[int, Part] | None]
     # True if `run` calls no operation of torch, so modes such as autocast do not matter.
-    on_host: bool
+    without_torch: bool
     holders: list[Holders]  # the processes that divide the matrices
     plan: ClassPlan | None = None  # of these parameters, if one is kept

@@ -27,9 +27,10 @@ class Packed:
         self.scalars, self.finite = scalars, finite
         self._folded: Packed | None = None
         self._made: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        coeffs, (*four, undecayed, hooks), dither = scalars
+        coeffs, r, dither = scalars
+        four = r.lr, r.decay, r.l2, r.grad_scale
         # pytree's order, without its cost at every step.
-        leaves: list[Any] = [*coeffs, *four, *undecayed, *hooks, dither]
+        leaves: list[Any] = [*coeffs, *four, *r.undecayed_lr, *r.hooks, dither]
         kinds = set(map(type, leaves))
         if kinds != _FLOAT:
             leaves = flatten(leaves)

@@ -45,6 +45,10 @@ class Counts:
         self._tables = address(self._addresses), address(self._expected), rows, len(tensors)
         self.read(given)
 
+    def of(self, given: list[Tensor]) -> "Counts":
+        """Return the counts of another plan, whose list of tensors has the same order."""
+        return Counts(given, self._slices, self._on_host, self._flagged)
+
     def read(self, given: list[Tensor]) -> None:
         """Read the counts, also again after something else has written to them."""
         rows, tensors = self._rows, self.tensors(given)
@@ -83,7 +87,10 @@ class Counts:
         """Return the different counts with their running scalars, numbers or tensors."""
         values: Sequence[Scalar] = self._expected if self._on_host else self.tensors(given)
         rows, end = self._rows, len(values)
-        return [(values[i], tuple(values[i + rows : end : rows])) for i in self._firsts]
+        found: list[tuple[Scalar, tuple[Scalar, ...]]] = []
+        for i in self._firsts:  # a comprehension would be one more call in each step
+            found.append((values[i], tuple(values[i + rows : end : rows])))
+        return found
 
     def advance(
         self,

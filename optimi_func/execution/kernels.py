@@ -263,7 +263,7 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
     entry = ""
     # Only torch.compile knows what a stance asks for.
     if asks := key.device.type == "cpu" and not has_stance():
-        identity = (key[1:], str(spec), count) if listed else None
+        identity = (key._replace(rule=None), str(spec), count) if listed else None
         made_of = {"name": key.name, "kernel": identity, "rule": key.digest or None}
         entry = store.key_of(store.machine(), **made_of)
     with kernel_context(key.device), warnings.catch_warnings():

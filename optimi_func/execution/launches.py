@@ -49,7 +49,8 @@ class Launch:
         asked: What the step of each parameter asks for: see `core.leaf.requests`.
     """
 
-    host = False  # with scalars on the host, `run` calls no operation of torch
+    # True if `run` calls no operation of torch, given scalars that are Python numbers.
+    without_torch = False
     raw = False  # `run` may write past autograd, whose versions then count nothing
     movable = True  # `readdress` is all that other addresses take
     in_order = True  # its parameters are in the order of the plan
@@ -62,7 +63,7 @@ class Launch:
         asked: Mapping[str, Size] | None = None,
     ) -> None:
         first = updates[0]
-        self.places = [u.place for u in updates]
+        self.positions = [u.position for u in updates]
         self.lengths = array("q", [u.slot.numel for u in updates])
         self._rule, self._write, self._at = rule, write, first.at
         self.dtype = first.wide
@@ -88,9 +89,9 @@ class Launch:
 
     def pick(self, items: list[T]) -> list[T]:
         """Pick this launch's part from a list with an item for each parameter."""
-        if self.in_order and len(items) == len(self.places):
+        if self.in_order and len(items) == len(self.positions):
             return items
-        return [items[i] for i in self.places]
+        return [items[i] for i in self.positions]
 
     def read(self, lists: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
         """Pick the tensors of this launch, out of those that it reads or writes."""
@@ -159,8 +160,11 @@ class Launch:
         `known` has the answers of the requests before it.
         """
         del known
-        (count, tops), device = self.rounds[name], step.columns.grads[self.places[0]].device
-        shape = len(self.places), count
+        (count, tops), device = (
+            self.rounds[name],
+            step.columns.grads[self.positions[0]].device,
+        )
+        shape = len(self.positions), count
         found = torch.zeros(shape, dtype=torch.float64, device=device)
         found[:, count - tops :] = -math.inf
         return found
@@ -188,7 +192,7 @@ def run_launches(launches: list[Launch], step: Step, joins: bool) -> dict[int, P
         for launch, known in measured(launches, step):
             backups: list[tuple[Tensor, Tensor, Tensor]] = []
             for column in step.columns.written(step.write) if flagged else ():
-                for i, x in zip(launch.places, launch.pick(column)):
+                for i, x in zip(launch.positions, launch.pick(column)):
                     flag = step.packed[step.at[i]].finite
                     if x is not None and flag is not None:
                         backups.append((x, flag, x.clone()))
@@ -199,10 +203,10 @@ def run_launches(launches: list[Launch], step: Step, joins: bool) -> dict[int, P
             if joins and taken is not None:
                 rows = taken.to(scalar_dtype(taken.device)).unbind()
                 rows = torch._foreach_mul(rows, launch.lengths.tolist())
-                sums.update(zip(launch.places, rows))
+                sums.update(zip(launch.positions, rows))
             for x, flag, old in backups:
                 x.copy_(torch.where(flag, x, old))
-            done += len(launch.places)
+            done += len(launch.positions)
     except BaseException as error:
         if step.columns.in_place:
             error.add_note(
@@ -256,7 +260,7 @@ def _over_shards(batch: list[Launch], found: list[Tensor], tops: int) -> list[Te
         column = torch.tensor(launch.lengths.tolist(), dtype=torch.int64, device="cpu")
         column = column.to(lengths)
         lengths[:, : width - tops] = column[:, None]
-        own = zip(launch.places, means * lengths, launch.shards)
+        own = zip(launch.positions, means * lengths, launch.shards)
         rows |= {i: (row, shard) for i, row, shard in own}
     # All processes have the same order.
     order = sorted(rows)
@@ -267,7 +271,7 @@ def _over_shards(batch: list[Launch], found: list[Tensor], tops: int) -> list[Te
     largest = iter(all_reduce_sum(numbers, shards, largest=True) if tops else ())
     for i in order if tops else ():
         whole[i][width - tops :] = torch.stack(list(islice(largest, width)))[width - tops :]
-    return [torch.stack([whole[i] for i in launch.places]) for launch in batch]
+    return [torch.stack([whole[i] for i in launch.positions]) for launch in batch]
 
 
 def _drawn_bits(column: list[Any]) -> list[Tensor]:
@@ -388,7 +392,7 @@ class ListLaunch(Launch):
         self.kernels = kernels
         self._each = [u.at for u in updates]
         self._dithers, self._several = bool(scales_in(self._names)), {*self._each}
-        self.host = self._aligned and not self.rounds and not self._given
+        self.without_torch = self._aligned and not self.rounds and not self._given
         # For each piece that is measured, its row and its share of that.
         lengths = self.lengths
         measured = enumerate(lengths if self.rounds else ())
@@ -405,12 +409,12 @@ class ListLaunch(Launch):
         self, columns: Columns, grads: list[Tensor], given: dict[str, list[Tensor]]
     ) -> "array[int]":
         before, after = self._fixed if self._in_place else self.addresses(columns)
-        table = before + addresses(grads) + after
+        table = before + array("q", map(Tensor.data_ptr, grads)) + after
         return table + addresses(chain.from_iterable(given.values())) if given else table
 
     def measure(self, step: Step, name: str, known: Mapping[str, Tensor]) -> Tensor:
         """Return the means, which depend on neither threads nor the rest of the list."""
-        (number, tops), count = self.rounds[name], len(self.places)
+        (number, tops), count = self.rounds[name], len(self.positions)
         grads, answers = self.aligned(step.columns), together(known)
         values = step.packed[self._at].tensor(self.dtype, grads[0].device)
         if answers is not None and self._pieces > count:

@@ -4,11 +4,11 @@ A plan is a cache, and `state[p]` is the truth. If state is loaded, copied, cast
 edited, the next step notices and makes a new plan. Plans keep no tensor alive.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,13 @@ def raise_versions(written: list[Tensor]) -> None:
         torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
 
 
+class Launches(NamedTuple):
+    """The calls that update the parameters of a plan."""
+
+    calls: list[Launch]
+    without_torch: bool  # True if none calls an operation of torch, see `Launch`
+
+
 class Plan:
     """The launches of a list of parameters, for each kind of gradients and scalars."""
 
@@ -53,29 +60,17 @@ class Plan:
         self.coded = any([slot.coded for slot in slots])
         self.rounds = False  # True if parameters are rounded at random
         # For one layout of gradients each. `backward` gives them that of their parameters.
-        self._known: dict[object, tuple[Guard, tuple[list[Launch], bool]]] = {}
+        self._cached: dict[object, tuple[Guard, Launches]] = {}
 
-    def launches(
-        self, executor: Executor, step: Step, check: Callable[[], None]
-    ) -> tuple[list[Launch], bool]:
-        """Return the launches of a step, and True if all are `Launch.host`.
+    def cached_launches(self, executor: Executor, step: Step) -> Launches | None:
+        """Return those of an earlier step with gradients and scalars of the same kind."""
+        found = self._cached.get(_kind(executor, step))
+        inputs = _inputs(step) if step.columns.given else step.columns.grads
+        return found[1] if found and found[0].holds(inputs) else None
 
-        They are those of an earlier step with gradients and scalars of the same kind, or
-        they are planned, compiled and kept. `check` raises if these gradients do not fit.
-        """
-        # A dispatch mode that watches single operations has to see them.
-        watched = any_torch_dispatch_mode_on_stack()
+    def new_launches(self, executor: Executor, step: Step) -> Launches:
+        """Plan, compile and cache the launches of a step, whose gradients fit."""
         (grads, own, _, given), packed, at, write, *_ = step
-        kind = executor, write, watched, packed[0].statics
-        if len(packed) > 1:
-            kind = *kind, tuple([x.statics for x in packed]), tuple(at)
-        inputs = grads
-        if given:
-            every = chain(grads, *given.values())
-            inputs = [x for x in every if isinstance(x, Tensor)]
-        if (known := self._known.get(kind)) and known[0].holds(inputs):
-            return known[1]
-        check()
         rows = enumerate(zip(self.slots, own[PARAM], grads, at))
         updates = [Update(i, slot, p, g, k, packed[k]) for i, (slot, p, g, k) in rows]
         for name, column in given.items():
@@ -84,28 +79,108 @@ class Plan:
                 u if x is None else u._replace(given={**u.given, name: x}) for u, x in pairs
             ]
         with kernel_context(grads[0].device if grads else torch.device("cpu")):
-            launches = plan_launches(executor, self.rule, updates, write)
-        if len(self._known) >= _KINDS:
-            self._known.clear()
-        result = launches, all([launch.host for launch in launches])
-        self._known[kind] = Guard(inputs, addresses=False), result
-        return result
+            calls = plan_launches(executor, self.rule, updates, write)
+        if len(self._cached) >= _KINDS:
+            self._cached.clear()
+        launches = Launches(calls, all([call.without_torch for call in calls]))
+        guard = Guard(_inputs(step), addresses=False)
+        self._cached[_kind(executor, step)] = guard, launches
+        return launches
+
+
+def _kind(executor: Executor, step: Step) -> object:
+    """Return what launches depend on besides facts about the gradients."""
+    packed = step.packed
+    # A dispatch mode that watches single operations has to see them.
+    watched = any_torch_dispatch_mode_on_stack()
+    kind = executor, step.write, watched, packed[0].statics
+    if len(packed) > 1:
+        kind = *kind, tuple([x.statics for x in packed]), tuple(step.at)
+    return kind
+
+
+def _inputs(step: Step) -> list[Tensor]:
+    """Return the gradients and the tensors that are given besides."""
+    grads, _, _, given = step.columns
+    return [x for x in chain(grads, *given.values()) if isinstance(x, Tensor)]
+
+
+def _present(tensors: list[Any]) -> list[Tensor]:
+    return [x for x in tensors if x is not None]
+
+
+class EntryReader:
+    """Reads parameters and their entries into one flat list, which a plan's guard checks.
+
+    The list has the parameters, then for each its counts, its state and its compensation.
+    A tensor that one entry has and another lacks is None there.
+    """
+
+    def __init__(self, rule: Rule, entries: Sequence[Mapping[str, object]]) -> None:
+        fields, count = rule.state._fields, len(entries)
+        present = [names_in(fields, entry) for entry in entries]
+        # True if no entry lacks a tensor that another has.
+        self.complete = all([names == present[0] for names in present])
+        # Joined ones are the same for all parameters, and written at the end of a step.
+        counted = rule.counted if rule.join is None else ("step",)
+        stored = names_in(fields, dict.fromkeys(chain.from_iterable(present)))
+        self.names = names = [*counted, *stored]
+        # With one name itemgetter would return no tuple.
+        alike = self.complete and len(names) > 1
+        self._getter = itemgetter(*names) if alike else self._get
+        slices = [slice(count + i, None, len(names)) for i in range(len(names))]
+        self.counted = slices[: len(counted)]  # where the list has the counts
+        self._slices = {PARAM: slice(count), **dict(zip(stored, slices[len(counted) :]))}
+
+    def _get(self, entry: Mapping[str, object]) -> tuple[Any, ...]:
+        return tuple(map(entry.get, self.names))
+
+    def read(self, params: list[Tensor], entries: Sequence[Any]) -> list[Any]:
+        """Return the list, or raise KeyError or TypeError if a tensor is missing."""
+        return [*params, *chain.from_iterable(map(self._getter, entries))]
+
+    def columns(self, tensors: list[Any], grads: list[Any]) -> Columns:
+        """Return the columns of a list, which are in place, without the counts."""
+        own = dict(zip(self._slices, map(tensors.__getitem__, self._slices.values())))
+        return Columns(grads, own, own)
+
+
+class Planned(NamedTuple):
+    """The plan of some parameters, with their local tensors as its reader lists them."""
+
+    plan: "ClassPlan"
+    tensors: list[Any]
 
 
 class ClassPlan(Plan):
     """The plan of a class's parameters, which stay where they are.
 
-    Call `current` first: it returns the local tensors, or None if the plan is stale.
-    `columns` arranges them for launches, and `run` writes the step.
+    Make it by `of`. Call `current` before each step: it returns the local tensors, or None
+    if the plan is stale. `reader.columns` arranges them for launches, and `run` writes.
     """
 
     def __init__(
         self,
         rule: Rule,
+        slots: list[Slot],
+        places: Sequence[int],
+        reader: EntryReader,
+        guard: Guard,
+        counts: Counts,
+    ) -> None:
+        super().__init__(rule, slots, places)
+        self.reader, self._guard, self.counts = reader, guard, counts
+        self.viewed = False  # True if local tensors are others than the parameters
+        self.holders: list[Holders] = []  # the processes that divide its maps
+        self._lengths: list[int] = []  # of the entries
+
+    @staticmethod
+    def of(
+        rule: Rule,
         counting: tuple[bool, bool],
         rows: list[tuple[Tensor, dict[str, object], Holders | None]],
         places: Sequence[int],
-    ) -> None:
+    ) -> Planned:
         """Plan for parameters with their entries, and the processes that divide their maps.
 
         `counting` is True for step counts on the device, and True if each parameter has its
@@ -113,46 +188,35 @@ class ClassPlan(Plan):
         """
         params, entries, holders = map(list, zip(*rows))
         capturable, flagged = counting
-        fields = rule.state._fields
-        field_names = [names_in(fields, entry) for entry in entries]
-        self._all = all([present == field_names[0] for present in field_names])
-        every = names_in(fields, dict.fromkeys(chain.from_iterable(field_names)))
-        # Joined ones are the same for all parameters, and written at the end of a step.
-        counted = rule.counted if rule.join is None else ("step",)
-        self._names = [*counted, *every]
-        # With one name itemgetter would return no tuple.
-        alike = self._all and len(self._names) > 1
-        self._getter = itemgetter(*self._names) if alike else self._get
-        self._lengths = list(map(len, entries))
-        # True if local tensors are others than the parameters.
-        self.viewed = any_distributed(params) or any_complex(params)
+        reader = EntryReader(rule, entries)
+        viewed = any_distributed(params) or any_complex(params)
         # Read once, because another thread may replace them meanwhile.
-        full = [*params, *chain.from_iterable(map(self._getter, entries))]
-        tensors = self.made = to_local(full) if self.viewed else full
-        self._guard = Guard(self._present(tensors), addresses=True)
-        # Where the list of all tensors has those of a name: one of each parameter's.
-        rows_of = [
-            slice(len(params) + i, None, len(self._names)) for i in range(len(self._names))
-        ]
-        self._slices = {PARAM: slice(len(params)), **dict(zip(self._names, rows_of))}
-        counted_slices = [self._slices.pop(name) for name in counted]
-        self._counting = counted_slices, not capturable, flagged
-        self.counts = Counts(tensors, *self._counting)
-        local, whole = (self.columns(x, []) for x in (tensors, full))
-        self.holders = [x for x in holders if x is not None]
-        super().__init__(rule, make_slots(rule, local, whole.own, holders), places)
+        full = reader.read(params, entries)
+        tensors = to_local(full) if viewed else full
+        local, whole = reader.columns(tensors, []), reader.columns(full, [])
+        plan = ClassPlan(
+            rule,
+            make_slots(rule, local, whole.own, holders),
+            places,
+            reader,
+            Guard(_present(tensors), addresses=True),
+            Counts(tensors, reader.counted, not capturable, flagged),
+        )
+        plan.viewed, plan._lengths = viewed, list(map(len, entries))
+        plan.holders = [x for x in holders if x is not None]
+        return Planned(plan, tensors)
 
     def moved(
         self, params: list[Tensor], entries: list[dict[str, object]]
-    ) -> "ClassPlan | None":
+    ) -> Planned | None:
         """Return the plan of states that differ in their addresses alone, or None.
 
         It saves 30 to 60 % of a step after `state.clear()`, and 50 to 90 % after a load.
         """
-        names = {*self._names}
+        names = {*self.reader.names}
         if self.viewed or self.holders or not all([names == x.keys() for x in entries]):
             return None
-        tensors = [*params, *chain.from_iterable(map(self._getter, entries))]
+        tensors = self.reader.read(params, entries)
         try:
             guard = self._guard.moved(tensors, len(params))
         except TypeError:
@@ -160,51 +224,40 @@ class ClassPlan(Plan):
         if guard is None:
             return None
         plan = copy(self)
-        plan.made, plan._guard, plan._known = tensors, guard, {}
+        plan._guard, plan._cached = guard, {}
         plan._lengths = list(map(len, entries))
-        plan.counts = Counts(tensors, *self._counting)
-        columns = plan.columns(tensors, [])
+        plan.counts = self.counts.of(tensors)
+        columns = self.reader.columns(tensors, [])
         places, own = enumerate(plan.slots), columns.own
         rows = [tuple([own[k][i].data_ptr() for k in x.dtypes]) for i, x in places]
         plan.slots = [x._replace(addresses=row) for x, row in zip(self.slots, rows)]
-        for kind, (grads, (launches, host)) in self._known.items():
-            if all([x.movable for x in launches]):
-                moved_launches = [x.moved(columns) for x in launches]
-                plan._known[kind] = grads, (moved_launches, host)
-        return plan
-
-    def _get(self, entry: dict[str, object]) -> tuple[Any, ...]:
-        return tuple(map(entry.get, self._names))
-
-    def _present(self, tensors: list[Any]) -> list[Tensor]:
-        return tensors if self._all else [x for x in tensors if x is not None]
+        for kind, (grads, launches) in self._cached.items():
+            if all([x.movable for x in launches.calls]):
+                calls = [x.moved(columns) for x in launches.calls]
+                plan._cached[kind] = grads, launches._replace(calls=calls)
+        return Planned(plan, tensors)
 
     def current(
         self, params: list[Tensor], entries: list[Mapping[str, object] | None]
     ) -> list[Any] | None:
-        """Return the local tensors, or None if the plan is stale.
+        """Return the local tensors as the reader lists them, or None if the plan is stale.
 
-        They are the parameters, then for each its counts, state and compensation. Counts
-        are read again if something else has written to them.
+        Counts are read again if something else has written to them.
         """
         try:
-            whole: Any = entries
-            if list(map(len, whole)) != self._lengths:
+            rows: Any = entries
+            if list(map(len, rows)) != self._lengths:
                 return None
-            tensors = [*params, *chain.from_iterable(map(self._getter, whole))]
+            tensors = self.reader.read(params, rows)
             if self.viewed:
                 tensors = to_local(tensors)
-            same = self._guard.holds(tensors if self._all else self._present(tensors))
+            present = tensors if self.reader.complete else _present(tensors)
+            same = self._guard.holds(present)
             if same and not self.counts.hold(tensors):
                 self.counts.read(tensors)  # of another plan's steps, or as written
             return tensors if same and self.counts.valid else None
         except (KeyError, TypeError):
             return None  # a field or a whole entry is missing, or is no tensor
-
-    def columns(self, tensors: list[Any], grads: list[Any]) -> Columns:
-        """Return the columns that launches take, which are in place."""
-        own = dict(zip(self._slices, map(tensors.__getitem__, self._slices.values())))
-        return Columns(grads, own, own)
 
     def run(
         self,
@@ -224,7 +277,7 @@ class ClassPlan(Plan):
         if not any(map(_raw, launches)):
             written = also_written
         elif step.write and count:
-            written = tensors if self._all else self._present(tensors)
+            written = tensors if self.reader.complete else _present(tensors)
             written = written + also_written
         else:
             counts = self.counts.tensors(tensors) if count else []

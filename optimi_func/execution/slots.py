@@ -181,7 +181,7 @@ def _make_slot(
 class Update(NamedTuple):
     """One parameter to update, while its launch is planned."""
 
-    place: int  # index among the parameters of the plan
+    position: int  # among the parameters of the plan
     slot: Slot
     p: Tensor
     g: Tensor

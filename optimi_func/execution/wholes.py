@@ -342,7 +342,7 @@ class ShapedLaunch(Launch):
         comp = [COMP] if COMP in self._names else []
         self._names = [PARAM, *own, *rule.whole_fields, *comp]
         self._prepared = kernel.prepared([u.p.shape for u in updates])
-        self.host = self._in_place
+        self.without_torch = self._in_place
 
     def run(self, step: Step, known: Mapping[str, Tensor]) -> None:
         """Update the parameters."""
@@ -356,7 +356,7 @@ class ShapedLaunch(Launch):
         # One of these keeps the scalars alive.
         values: Any = own.array(wide) if own.on_host else own.tensor(wide, device)
         at = address(values) if own.on_host else values.data_ptr()
-        table = [[at] * len(self.places), *map(addresses, (p, columns.grads, *rest))]
+        table = [[at] * len(self.positions), *map(addresses, (p, columns.grads, *rest))]
         self._kernel.run(table, *self._prepared)
 
 
@@ -397,8 +397,8 @@ def plan_shaped(
         sizes = [[n for _, n in u.slot.mapped or ()] for u in batch]
         fitting = [u for u, own in zip(batch, sizes) if run.fits(u.p.shape, own, first)]
         launches += [ShapedLaunch(rule, own, run) for own in split_twins(fitting) if own]
-    places = {i for launch in launches for i in launch.places}
-    return launches, [u for u in updates if u.place not in places], None
+    planned = {i for launch in launches for i in launch.positions}
+    return launches, [u for u in updates if u.position not in planned], None
 
 
 def _shaped_key(rule: Rule, u: Update) -> KernelKey:

@@ -310,7 +310,7 @@ Parameter Group 0
     optimizer.state[model.weight]["others"] = "value"
     kinds = "bfloat16, float32, int8, uint8"
     assert repr(optimizer) == expected.replace("dtypes: bfloat16", f"dtypes: {kinds}")
-    assert "runs: foreach" in repr(SGD([W], lr=0.1, foreach=True))
+    assert "runs: eager" in repr(SGD([W], lr=0.1, foreach=True))
     assert "runs: compiled\n" in repr(SGD([W], lr=0.1, compile=True))
     assert "runs: compiled if a compiler is found" in repr(SGD([W], lr=0.1))
     both = Mixed(

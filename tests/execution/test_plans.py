@@ -61,7 +61,7 @@ def plans(optimizer: Any) -> list[Plan]:
 
 def launches(optimizer: Any) -> list[Launch]:
     (plan,) = plans(optimizer)
-    ((_, (found, _)),) = plan._known.values()
+    ((_, (found, _)),) = plan._cached.values()
     return found
 
 
@@ -111,7 +111,7 @@ def test_the_same_steps_as_one_by_one(name: str, dtype: torch.dtype, how: Any) -
     if how is WAYS["lists"] and name != "ranger":
         filled = [i for i, p in enumerate(ps) if p.numel()]
         assert [type(x) for x in launches(ours)] == [ListLaunch]
-        assert launches(ours)[0].places == filled
+        assert launches(ours)[0].positions == filled
     elif how is WAYS["tensors"] and name not in ("ranger", *MEASURED):
         assert {type(x) for x in launches(ours)} == {KernelLaunch, EagerLaunch}
     # Kernels add up means in an order of their own, and few elements are rounded apart.

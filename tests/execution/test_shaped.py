@@ -44,7 +44,7 @@ def launches_of(monkeypatch: Any) -> list[Any]:
 
     def noted(*args: Any) -> Any:
         launches, rest, error = plan(*args)
-        found.append((sum([len(x.places) for x in launches]), len(rest)))
+        found.append((sum([len(x.positions) for x in launches]), len(rest)))
         return launches, rest, error
 
     monkeypatch.setattr("optimi_func.execution.executors.plan_shaped", noted)

@@ -36,7 +36,7 @@ QUICK |= {("lion", "compact")}
 
 def launches(optimizer: Any) -> list[Any]:
     plans = optimizer._plans.values()
-    latest = [found for plan in plans for _, found in plan._known.values()]
+    latest = [found for plan in plans for _, found in plan._cached.values()]
     return [launch for launches, _ in latest for launch in launches]
 
 

@@ -28,6 +28,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from optimi_func.core import math
 from optimi_func.core.rule import Scalars
+from optimi_func.core.runtime import runtime
 from optimi_func.execution import inductor, kernels, store
 
 # Hundreds of kernels are compiled here, where a program has one or two.
@@ -217,5 +218,5 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return lambda *tensors: torch.no_grad()(body)(*tensors)
 
     monkeypatch.setattr(kernels, "_compile", made)
-    monkeypatch.setattr(kernels, "_kernels", {})
+    monkeypatch.setattr(runtime, "kernels", {})
     return names

@@ -28,6 +28,7 @@ from optimi_func.core.rule import (
     has_init_and_step,
     is_pure,
 )
+from optimi_func.core.runtime import runtime
 from optimi_func.core.torch_private import (
     dispatch_modes,
     has_memory,
@@ -448,13 +449,10 @@ def warn(texts: list[str]) -> None:
         warn_user(text)
 
 
-_said: set[str] = set()
-
-
 def is_first(what: str) -> bool:
     """Return True at the first call of a process with this text."""
-    is_new = what not in _said
-    _said.add(what)
+    is_new = what not in runtime.said
+    runtime.said.add(what)
     return is_new
 
 

@@ -7,7 +7,6 @@ differ in where they compute and write, but not in the formula.
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple, TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from optimi_func.core.rule import (
     Scalar,
     Scalars,
 )
+from optimi_func.core.runtime import runtime
 from optimi_func.core.storage import BITS, Storage, decode, encode
 
 
@@ -74,8 +74,6 @@ Request: TypeAlias = Facts | Round
 Answer: TypeAlias = Callable[[Any], list[Tensor]]
 # The numbers that are known, by the name of the request that they answer.
 Known: TypeAlias = Mapping[str, Sequence[Tensor]]
-# Requests by rule, the static choices of the scalars, and whether the parameter moves.
-_requests: WeakKeyDictionary[Rule, dict[object, dict[str, Size]]] = WeakKeyDictionary()
 
 
 def whole_answer(request: Request) -> list[Tensor]:
@@ -123,7 +121,7 @@ def requests(rule: Rule, scalars: Scalars, write: bool) -> dict[str, Size]:
         return {}
     leaves, spec = pytree.tree_flatten(scalars)
     key = spec, tuple([x if isinstance(x, bool | str) else None for x in leaves]), write
-    found = _requests.setdefault(rule, {})
+    found = runtime.requests.setdefault(rule, {})
     if key not in found:
         found[key] = _learned(rule, pytree.tree_map_only(Tensor, _half, scalars), write)
     return found[key]

@@ -8,7 +8,6 @@ has been read, else to a buffer.
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from optimi_func.core.leaf import (
 from optimi_func.core.packed import fill
 from optimi_func.core.rehearsal import device_type
 from optimi_func.core.rule import Rule, Scalars
+from optimi_func.core.runtime import runtime
 from optimi_func.core.storage import (
     BITS,
     GRAD,
@@ -236,16 +236,12 @@ def joined(
     return tensors
 
 
-# By rule, which they keep no longer than others do, and the rest of the kind.
-_programs: WeakKeyDictionary[Rule, dict[object, Program | None]] = WeakKeyDictionary()
-
-
 def program(kind: Kind, scalars: Scalars) -> Program | None:
     """Return the program of a kind, or None if its operations cannot be recorded.
 
     Only the structure of the scalars matters.
     """
-    made, key = _programs.setdefault(kind.rule, {}), kind[1:]
+    made, key = runtime.programs.setdefault(kind.rule, {}), kind[1:]
     if key not in made:
         try:
             with _disable_current_modes():

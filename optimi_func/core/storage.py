@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from optimi_func.core.rule import (
     Storage,
     StorageLike,
 )
+from optimi_func.core.runtime import runtime
 
 STORAGES: dict[str, Storage] = {
     "compact": Storage("kahan8", "8bit"),
@@ -251,10 +251,6 @@ def field_of(name: str) -> str:
     return name.removesuffix(_Q).removesuffix(_SCALE)
 
 
-# The results of `cached_init`, by `Rule.init`.
-_known: "WeakKeyDictionary[object, dict[object, Any]]" = WeakKeyDictionary()
-
-
 def cached_init(rule: Rule, numbers: Numbers, make: Callable[[], T], *key: object) -> T:
     """Return `make()`, a function that calls `rule.init` for a tensor without memory.
 
@@ -263,7 +259,7 @@ def cached_init(rule: Rule, numbers: Numbers, make: Callable[[], T], *key: objec
     """
     if numbers and any([isinstance(x, Tensor) for x in tree_leaves(numbers)]):
         return make()
-    results = _known.setdefault(rule.init, {})
+    results = runtime.inits.setdefault(rule.init, {})
     key = *key, repr(numbers)
     if (found := results.get(key)) is None:
         if len(results) >= 256:

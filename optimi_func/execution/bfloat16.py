@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from optimi_func.core.checks import is_first
+from optimi_func.core.runtime import runtime
 from optimi_func.execution.list_kernel import TRIAL, agree
 
 HEADER = Path(__file__).with_name("cpp") / "bfloat16.cpp"
@@ -33,7 +34,6 @@ HEADER = Path(__file__).with_name("cpp") / "bfloat16.cpp"
 # this one into the command line as it is.
 _FLAG = "enable_floating_point_contract_flag"
 _log = logging.getLogger("optimi_func")
-_failed: list[str] = []  # why the header is not used in this process
 
 
 def header_options(dtypes: set[torch.dtype], elementwise: bool) -> dict[str, object]:
@@ -47,7 +47,7 @@ def header_options(dtypes: set[torch.dtype], elementwise: bool) -> dict[str, obj
     from torch._inductor import config
 
     x86 = platform.machine() in ("x86_64", "AMD64") and os.name != "nt"
-    if torch.bfloat16 not in dtypes or not x86 or _failed:
+    if torch.bfloat16 not in dtypes or not x86 or runtime.no_conversions:
         return {}
     if not hasattr(config.cpp, _FLAG):
         report(f"torch {torch.__version__} has no setting {_FLAG!r}")
@@ -61,8 +61,8 @@ def header_options(dtypes: set[torch.dtype], elementwise: bool) -> dict[str, obj
 
 def report(cause: object) -> None:
     """Do without the header from now on in this process, and say so once."""
-    if not _failed:
-        _failed.append(str(cause))
+    if not runtime.no_conversions:
+        runtime.no_conversions.append(str(cause))
         _log.warning(
             "bfloat16 steps on this CPU take up to twice as long as they could: %s cannot "
             "be used with torch %s and this compiler. The results are the same. Use torch "

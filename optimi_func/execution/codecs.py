@@ -14,6 +14,7 @@ from torch import Tensor
 
 from optimi_func.core.checks import warn_user
 from optimi_func.core.codes import CODECS, Moment8, narrow, widen
+from optimi_func.core.runtime import runtime
 from optimi_func.core.storage import COMP, GRAD, PARAM, coded_in
 from optimi_func.execution.cpp import Native, native
 from optimi_func.execution.slots import Slot
@@ -32,7 +33,6 @@ class Argument(NamedTuple):
 _MOMENTS = {dtype: i for i, dtype in enumerate(CODECS, 1)}
 _PARAMS = {torch.int8: 3, torch.int16: 4}
 _BFLOAT16, _HALVES = 5, 6
-_exact: dict[int, bool] = {}  # by the id of the functions, which the process keeps
 
 
 def can_run(slot: Slot) -> bool:
@@ -111,9 +111,9 @@ def are_exact() -> bool:
     """Return True if every codec gives bit for bit what `core.codes` gives, on a trial."""
     if (functions := native()) is None:
         return False
-    if id(functions) not in _exact:
-        _exact[id(functions)] = _is_exact(functions)
-    return _exact[id(functions)]
+    if id(functions) not in runtime.exact_codecs:
+        runtime.exact_codecs[id(functions)] = _is_exact(functions)
+    return runtime.exact_codecs[id(functions)]
 
 
 def _is_exact(functions: Native) -> bool:

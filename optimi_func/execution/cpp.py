@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 from threading import Event, Thread, get_ident
 from typing import Any, NamedTuple, TypeVar
 
+from optimi_func.core.runtime import runtime
 from optimi_func.core.torch_private import is_switched_off
 from optimi_func.execution import store
 
@@ -64,9 +65,6 @@ def address(x: "array[int] | array[float]") -> int:
 
 
 # The functions once they are loaded, else why they could not be, and whether to try again.
-_functions: list[Native] = []
-_errors: list[Exception] = []
-_again = Event()
 # The thread that `start` has started, and the compiler while it runs.
 _threads: list[Thread] = []
 _compilers: list["Popen[bytes]"] = []
@@ -87,7 +85,7 @@ if hasattr(os, "register_at_fork"):
 
 def loaded() -> Native | None:
     """Return the functions, if this process has compiled or loaded them before."""
-    return _functions[0] if _functions else None
+    return runtime.functions[0] if runtime.functions else None
 
 
 def start() -> None:
@@ -95,7 +93,13 @@ def start() -> None:
 
     Whoever calls `native` then waits for them.
     """
-    if _threads or _functions or _errors or store.missing is not None or is_switched_off():
+    if (
+        _threads
+        or runtime.functions
+        or runtime.errors
+        or store.missing is not None
+        or is_switched_off()
+    ):
         return
     native_key()  # Another thread may import Inductor and change its settings soon.
     if _is_called_here():
@@ -120,32 +124,32 @@ def native() -> Native | None:
 
     After an error they are compiled again when a new optimizer has called `retry`.
     """
-    if _functions:
-        return _functions[0]
+    if runtime.functions:
+        return runtime.functions[0]
     with _lock:
-        if not _functions and (not _errors or _again.is_set()):
-            _again.clear()
-            _errors.clear()
+        if not runtime.functions and (not runtime.errors or runtime.tries_again.is_set()):
+            runtime.tries_again.clear()
+            runtime.errors.clear()
             try:
                 if (functions := _load()) is not None:
-                    _functions.append(functions)
+                    runtime.functions.append(functions)
             except Exception as error:
-                _errors.append(error)
+                runtime.errors.append(error)
     return loaded()
 
 
 def failure() -> Exception | None:
     """Return the error that left this process without the functions, or None."""
-    if _again.is_set():
+    if runtime.tries_again.is_set():
         native()
-    return next(iter(_errors), None)
+    return next(iter(runtime.errors), None)
 
 
 def retry() -> None:
     """Let the next caller compile the functions again, if that has failed."""
-    if _errors:
+    if runtime.errors:
         store.forget_compilers()
-        _again.set()
+        runtime.tries_again.set()
 
 
 def _load() -> Native | None:

@@ -19,6 +19,7 @@ from optimi_func.core.lists import chunks, grouped
 from optimi_func.core.packed import is_capturing
 from optimi_func.core.rehearsal import device_type, is_rehearsed
 from optimi_func.core.rule import Rule
+from optimi_func.core.runtime import runtime
 from optimi_func.core.storage import GRAD, PARAM, scales_in
 from optimi_func.execution.codecs import (
     are_exact,
@@ -57,9 +58,6 @@ MEASURED = 1 << 20
 # Elements whose noise is in memory together.
 DRAWN = 1 << 17
 
-# Types of devices.
-_uncompilable: set[str] = set()
-
 # "auto" takes kernels if a compiler is found, else "eager".
 Executor: TypeAlias = Literal["auto", "kernels", "eager"]
 _Planner: TypeAlias = Callable[[Rule, list[Update], bool], list[Launch]]
@@ -78,7 +76,7 @@ def plan_launches(
         if executor in ("auto", "kernels"):
             launches, updates, error = plan_shaped(rule, updates, executor == "auto")
         launches += plan_wholes(rule, updates, partial(plan_launches, executor))
-        if error is not None and "cpu" not in _uncompilable:
+        if error is not None and "cpu" not in runtime.uncompilable:
             warn_user(
                 f"the map of {rule.name} could not be compiled for cpu, and runs in this "
                 f"process for one tensor after the other, several times slower "
@@ -116,7 +114,7 @@ def _plan_auto(rule: Rule, updates: list[Update], write: bool) -> list[Launch]:
     """Plan updates of one kind through kernels, or eagerly if there is no compiler."""
     device = device_type(updates[0].g.device)
     # A tensor subclass's own dispatch knows what an operation means.
-    if updates[0].plain and device not in _uncompilable:
+    if updates[0].plain and device not in runtime.uncompilable:
         try:
             return _plan_kernels(rule, updates, write)
         except CaptureError:
@@ -130,7 +128,7 @@ def _plan_auto(rule: Rule, updates: list[Update], write: bool) -> list[Launch]:
                     "times slower. Switch it on, or choose compile=False or foreach=True."
                 )
         except Exception as error:
-            _uncompilable.add(device)
+            runtime.uncompilable.add(device)
             # torch's first line may only say that there is a second.
             lines = [line for line in str(error).splitlines() if line.strip()]
             reason = " ".join(lines[: 1 + (lines[:1] or [""])[0].endswith(":")])

@@ -36,6 +36,7 @@ from optimi_func.core.leaf import (
 from optimi_func.core.packed import fill, is_capturing
 from optimi_func.core.rehearsal import device_type
 from optimi_func.core.rule import Rule, Scalars
+from optimi_func.core.runtime import runtime
 from optimi_func.core.storage import (
     COMP,
     GRAD,
@@ -134,12 +135,9 @@ def updates_lists(device: torch.device) -> bool:
 
 def has_list_kernels() -> bool:
     """Return True if this process can compile kernels for CPU, which update lists."""
-    return not _other_code and failure() is None
+    return not runtime.other_code and failure() is None
 
 
-_kernels: dict[object, tuple[str, Kernel]] = {}  # by key and kind, with a name
-# Why torch's private parts were not as list kernels expect them, if they were not.
-_other_code: list[str] = []
 lock = threading.RLock()
 
 
@@ -178,8 +176,8 @@ class NoListKernelError(RuntimeError):
 def forget() -> dict[str, Kernel]:
     """Drop the kernels of this process, which looks for them again; return them by name."""
     with lock:
-        kernels = dict(_kernels.values())
-        _kernels.clear()
+        kernels = dict(runtime.kernels.values())
+        runtime.kernels.clear()
     return kernels
 
 
@@ -206,15 +204,15 @@ def kernel(key: KernelKey, scalars: Scalars) -> Kernel:
         )
     # Rules of one digest compute the same.
     place = key._replace(rule=key.digest or key.rule), updates_lists(key.device)
-    if (entry := _kernels.get(place)) is None:
+    if (entry := runtime.kernels.get(place)) is None:
         if is_capturing(key.device):
             raise CaptureError(
                 f"a CUDA graph is being captured, and the kernel {key.name} is not "
                 "compiled yet: take a step of the same kind before the capture"
             )
         with lock:
-            entry = _kernels.get(place) or (key.name, _compile(key, scalars))
-            _kernels[place] = entry
+            entry = runtime.kernels.get(place) or (key.name, _compile(key, scalars))
+            runtime.kernels[place] = entry
     return entry[1]
 
 
@@ -244,7 +242,7 @@ def _without_lists(key: KernelKey) -> NoListKernelError:
             "C++ compiler (g++ or clang++, on PATH or named by CXX); the next optimizer "
             "tries again"
         )
-    return NoListKernelError(_other_code[0])
+    return NoListKernelError(runtime.other_code[0])
 
 
 def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
@@ -322,7 +320,7 @@ def _compile_now(
             return run  # which is no kernel
         if compiled is None:
             if failure() is None:
-                _other_code.append(_OTHER_CODE)
+                runtime.other_code.append(_OTHER_CODE)
             raise _without_lists(key)
     else:
         function = with_own_code_object(noticed, key.name)

@@ -1,7 +1,7 @@
 """The step of a parameter tree by a plan, into new tensors or in place."""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from optimi_func.core.distributed import (
 from optimi_func.core.packed import is_capturing
 from optimi_func.core.philox import Noise
 from optimi_func.core.rule import Leaf, Microbatch, Named, PyTree, Rule, Scalars
+from optimi_func.core.runtime import runtime
 from optimi_func.core.storage import (
     BITS,
     COMP,
@@ -52,6 +53,8 @@ from optimi_func.execution.sums import Part, Unit, join, write_running
 if TYPE_CHECKING:
     from optimi_func.pure.functional import FunctionalOptimizer
 
+# Kinds of trees for which the last four plans are cached.
+_KINDS = 32
 _NONE = type(None)
 _TENSORS = {Tensor, torch.nn.Parameter, _NONE}
 _rule_state, _running = attrgetter("rule_state"), attrgetter("running")
@@ -232,12 +235,6 @@ class TreeUpdate:
         return tree.rebuild(ps, states)
 
 
-@lru_cache(32)
-def _known(_: object) -> list[tuple[Guard, Plan]]:
-    """Return the last four plans for trees of a kind, each after its guard."""
-    return []
-
-
 def step(
     optimizer: "FunctionalOptimizer", params: PyTree, grads: PyTree, state: TreeState
 ) -> tuple[PyTree, TreeState]:
@@ -372,7 +369,10 @@ def _plans(
     kinds = tuple(map(type, chain(counts, columns.grads, *columns.own.values())))
     if not (_TENSORS.issuperset(kinds) and tree.leaves[0].is_cpu):
         return None
-    return _known((tree.spec, kinds, *how))
+    key, known = (tree.spec, kinds, *how), runtime.tree_plans
+    while len(known) >= _KINDS and key not in known:
+        known.pop(next(iter(known)), None)
+    return known.setdefault(key, [])
 
 
 def _columns(

@@ -31,6 +31,7 @@ from optimi_func.core.rule import (
     along_gradient,
     gradient_rule,
 )
+from optimi_func.core.runtime import runtime
 from optimi_func.core.storage import BITS, COMP, GRAD, PARAM, decode, state_in
 from optimi_func.core.torch_private import share
 from optimi_func.execution.cpp import address
@@ -56,8 +57,6 @@ BATCHED = 1 << 26
 
 # The name of the field in which the first pass stores the direction.
 DIRECTION = "direction_for_map"
-
-_unshaped: set[str] = set()  # digests of maps that could not be compiled
 
 
 def elementwise(rule: Rule, directs: bool) -> Rule:
@@ -370,7 +369,7 @@ def plan_shaped(
     """
     groups: dict[tuple[int, KernelKey], list[Update]] = {}
     assert rule.whole is not None
-    if rule.whole.digest not in ("", *_unshaped):
+    if rule.whole.digest not in ("", *runtime.unshaped):
         for u in filter(partial(_fits, rule), updates):
             groups.setdefault((u.at, _shaped_key(rule, u)), []).append(u)
     launches: list[Launch] = []
@@ -389,7 +388,7 @@ def plan_shaped(
                 return [], updates, None
             if not lenient:
                 raise
-            _unshaped.add(rule.whole.digest)
+            runtime.unshaped.add(rule.whole.digest)
             return [], updates, error
         if not isinstance(run, ShapedKernel):
             continue

@@ -601,7 +601,7 @@ before = list(warnings.filters)
 SGD([w], lr=0.1).step()
 assert warnings.filters == before
 from optimi_func.execution import kernels
-assert len(kernels._kernels) == 1
+assert len(runtime.kernels) == 1
 """
 
 

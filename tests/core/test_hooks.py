@@ -20,7 +20,7 @@ from torch.func import grad, vmap
 import optimi_func
 from optimi_func import SOAP, AdamW, Lion, Muon, MuonAdamW, adamw, compiled, population
 from optimi_func.core.hooks import TENSOR, hook
-from optimi_func.execution import kernels
+from optimi_func.core.runtime import runtime
 from optimi_func.hooks import cautious, clip_rms, floor, hyperball, radial_brake, relative
 from optimi_func.rules import Optimizer
 
@@ -528,7 +528,7 @@ class turned(NamedTuple):
 @pytest.mark.full
 def test_a_hook_that_reads_a_float_is_compiled(monkeypatch: Any) -> None:
     """As a number, not as an argument that no list of tensors has."""
-    monkeypatch.setattr(kernels, "_other_code", [])  # no later test is told
+    monkeypatch.setattr(runtime, "other_code", [])  # no later test is told
     trained("own", *drawn("own"), [turned()], compile=True)
 
 

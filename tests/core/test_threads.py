@@ -11,6 +11,7 @@ from torch import Tensor
 
 from optimi_func import adamw, rules
 from optimi_func.core import storage
+from optimi_func.core.runtime import runtime
 from optimi_func.functional import adafactor, adamw_step
 from optimi_func.rules import methods
 
@@ -36,7 +37,7 @@ def test_values_that_another_thread_drops_are_returned(monkeypatch: Any) -> None
 def test_shapes_that_another_thread_drops_are_returned(monkeypatch: Any) -> None:
     optimizer = adafactor(lr=0.1)
     rule, numbers = optimizer.rule, optimizer.init_numbers
-    monkeypatch.setattr(storage, "_known", {rule.init: Emptied()})
+    monkeypatch.setattr(runtime, "inits", {rule.init: Emptied()})
     shapes = storage.own_shapes(rule, numbers, torch.ones(3, 2))
     assert rule.whole_fields and {*shapes} == {*rule.whole_fields}
 

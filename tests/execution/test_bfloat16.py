@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from optimi_func import AdamW
-from optimi_func.core import checks
 from optimi_func.core.codes import round_to, to, widen
-from optimi_func.execution import bfloat16, inductor, kernels
+from optimi_func.core.runtime import runtime
+from optimi_func.execution import bfloat16, inductor
 from optimi_func.execution.list_kernel import TRIAL, ListKernel
 
 BITS = Path(__file__).parents[1] / "support" / "bfloat16_bits.cpp"
@@ -69,7 +69,7 @@ def test_functions_return_the_bits_of_at_vec(processor: str, only: bool, tmp_pat
 def unreported(monkeypatch) -> list[str]:
     """Begin as in a new process, in which the header has not failed."""
     failed: list[str] = []
-    monkeypatch.setattr(bfloat16, "_failed", failed)
+    monkeypatch.setattr(runtime, "no_conversions", failed)
     return failed
 
 
@@ -90,7 +90,7 @@ def step(dtype: torch.dtype) -> list[Tensor]:
 
 
 def libraries(dtype: str) -> list[Any]:
-    found = [entry for entry in kernels._kernels.values() if dtype in entry[0]]
+    found = [entry for entry in runtime.kernels.values() if dtype in entry[0]]
     return [ctypes.CDLL(x.made_of[0]) for _, x in found if isinstance(x, ListKernel)]
 
 
@@ -177,7 +177,7 @@ def test_a_header_that_does_not_compile_is_left_out(
     broken = tmp_path / "a broken header.cpp"  # the path is quoted
     broken.write_text("#error this compiler is too old\n")
     monkeypatch.setattr(bfloat16, "HEADER", broken)
-    monkeypatch.setattr(kernels, "_kernels", {})
+    monkeypatch.setattr(runtime, "kernels", {})
     assert all(map(torch.equal, step(torch.bfloat16), expected))
     (text,) = warnings_of(caplog)
     assert "this compiler is too old" in text
@@ -327,8 +327,8 @@ def test_a_kernel_that_lost_its_compensation_is_not_used(
         return {}
 
     monkeypatch.setattr(bfloat16.Conversions, "__call__", without_setting)
-    monkeypatch.setattr(checks, "_said", set())
-    monkeypatch.setattr(kernels, "_kernels", {})
+    monkeypatch.setattr(runtime, "said", set())
+    monkeypatch.setattr(runtime, "kernels", {})
     assert all(map(torch.equal, step(torch.bfloat16), expected))
     assert graphs == [True]
     (text,) = [r.getMessage() for r in caplog.records if "compiled again" in r.getMessage()]

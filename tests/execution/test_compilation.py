@@ -16,10 +16,10 @@ from torch._inductor.utils import run_and_get_code
 
 import optimi_func
 from optimi_func import Adam, AdamW, adamw_init, compiled, prepare_for_gradient_release
-from optimi_func.core import checks
 from optimi_func.core.leaf import FACTS, init_leaf, requests
 from optimi_func.core.packed import Packed
 from optimi_func.core.rule import Rates, Scalars, Storage
+from optimi_func.core.runtime import runtime
 from optimi_func.execution import cpp, inductor, kernels, list_kernel, store
 from optimi_func.execution.kernels import kernel
 
@@ -317,7 +317,7 @@ def stepped() -> tuple[torch.Tensor, str]:
     for i in range(3):
         grads = [torch.full_like(p, i + 1.0) for p in params]
         compiled.step_(optimizer, params, grads, state)
-    way = "list" if kernels._kernels else "eager"
+    way = "list" if runtime.kernels else "eager"
     return torch.cat([p.flatten() for p in params]), way
 
 
@@ -334,9 +334,9 @@ def test_without_inductors_private_parts_the_same_is_done(
     """The fallbacks of compiled/, and that they are not what runs here."""
     fast, way = as_it_is
     assert way == "list"
-    monkeypatch.setattr(kernels, "_other_code", [])
-    monkeypatch.setattr(kernels, "_kernels", {})
-    monkeypatch.setattr(checks, "_said", set())
+    monkeypatch.setattr(runtime, "other_code", [])
+    monkeypatch.setattr(runtime, "kernels", {})
+    monkeypatch.setattr(runtime, "said", set())
     monkeypatch.setattr(*PARTS[part])
     with pytest.warns(UserWarning, match="runs eagerly.*other code than expected"):
         slow, way = stepped()

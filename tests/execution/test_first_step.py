@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import optimi_func
 from optimi_func.classes import base
-from optimi_func.core import checks
+from optimi_func.core.runtime import runtime
 from optimi_func.execution import cpp, store
 
 # A compiler that writes down what it is asked for, and its own number. It waits before it
@@ -158,13 +158,15 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         def start(self) -> None:
             begun.append(self.name)
 
-    for name in ("_functions", "_errors", "_threads", "_compilers"):
+    for name in "functions", "errors":
+        monkeypatch.setattr(runtime, name, [])
+    for name in "_threads", "_compilers":
         monkeypatch.setattr(cpp, name, [])
-    monkeypatch.setattr(cpp, "_again", Event())
+    monkeypatch.setattr(runtime, "tries_again", Event())
     monkeypatch.setattr(cpp, "_exits", Event())
     monkeypatch.setattr(cpp, "Thread", Counted)
     monkeypatch.setattr(cpp.atexit, "register", lambda function: None)
-    monkeypatch.setattr(checks, "_said", set())
+    monkeypatch.setattr(runtime, "said", set())
     monkeypatch.setenv(store.VARIABLE, str(tmp_path / "store"))
     return begun
 
@@ -184,8 +186,8 @@ IDLE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "torch.compile is switched off": lambda patch: patch.setenv("TORCHDYNAMO_DISABLE", "1"),
     "warm --check": lambda patch: patch.setattr(store, "missing", {}),
     "no compiler": no_compiler,
-    "loaded": lambda patch: patch.setattr(cpp, "_functions", ["functions"]),
-    "failed": lambda patch: patch.setattr(cpp, "_errors", [OSError()]),
+    "loaded": lambda patch: patch.setattr(runtime, "functions", ["functions"]),
+    "failed": lambda patch: patch.setattr(runtime, "errors", [OSError()]),
     "another system": lambda patch: patch.setattr(cpp, "_IS_PLAIN", False),
 }
 

@@ -12,7 +12,7 @@ from tiers import few, row
 from torch import Tensor
 
 from optimi_func import AdamW, StableAdamW, Storage, compiled, stableadamw
-from optimi_func.core import checks
+from optimi_func.core.runtime import runtime
 from optimi_func.execution import cpp, executors, guards, kernels, list_kernel
 from optimi_func.execution.cpp import PIECE
 from optimi_func.execution.guards import Guard, tensor_guards
@@ -270,13 +270,13 @@ def test_what_does_not_give_the_same_is_not_used(unkept, monkeypatch) -> None:
         return code, roles, widths
 
     monkeypatch.setattr(list_kernel, "_machine_code", broken)
-    monkeypatch.setattr(kernels, "_other_code", [])
-    monkeypatch.setattr(kernels, "_kernels", {})
+    monkeypatch.setattr(runtime, "other_code", [])
+    monkeypatch.setattr(runtime, "kernels", {})
     ps, qs = params(torch.float32, [9000]), params(torch.float32, [9000])
-    monkeypatch.setattr(checks, "_said", set())
+    monkeypatch.setattr(runtime, "said", set())
     with pytest.warns(UserWarning, match="runs eagerly.*other code than expected"):
         train(AdamW(ps, lr=0.1), ps)
-    assert kernels._other_code
+    assert runtime.other_code
     train(AdamW(qs, lr=0.1, **EAGER), qs)
     torch.testing.assert_close(ps[0], qs[0])
 
@@ -291,21 +291,21 @@ def test_a_rule_of_many_tensors_steps_eagerly_alone(unkept, monkeypatch) -> None
             new = s._make([0.9 * m + g for m in s])
             return sum(new), new
 
-    monkeypatch.setattr(kernels, "_other_code", [])
-    monkeypatch.setattr(kernels, "_kernels", {})
+    monkeypatch.setattr(runtime, "other_code", [])
+    monkeypatch.setattr(runtime, "kernels", {})
     ps, qs = params(torch.float32, [50, 9000]), params(torch.float32, [50, 9000])
-    monkeypatch.setattr(checks, "_said", set())
+    monkeypatch.setattr(runtime, "said", set())
     text = "Many has 22 tensors for each parameter, .* at most 14: choose compile=False"
     with pytest.warns(UserWarning, match=f"runs eagerly.*{text}"):
         train(Many(ps, lr=0.1, compile=True), ps)
     train(Many(qs, lr=0.1, **EAGER), qs)
     assert all(map(torch.equal, ps, qs))
-    assert not kernels._kernels and kernels.has_list_kernels()
+    assert not runtime.kernels and kernels.has_list_kernels()
 
 
 @pytest.mark.kernels
 def test_compiling_leaves_the_users_random_numbers_alone(unkept, monkeypatch) -> None:
-    monkeypatch.setattr(kernels, "_kernels", {})
+    monkeypatch.setattr(runtime, "kernels", {})
     (p,) = params(torch.float32, [9000])
     fill([p], 0)
     torch.manual_seed(3)

@@ -14,8 +14,9 @@ from torch.utils import _pytree as pytree
 import optimi_func
 from optimi_func import SGD, AdamW, compiled, prepare_for_gradient_release
 from optimi_func.core import program
+from optimi_func.core.runtime import runtime
 from optimi_func.core.storage import keeps_codes
-from optimi_func.execution import eager, kernels, trees
+from optimi_func.execution import eager, trees
 from optimi_func.rules import Optimizer
 from optimi_func.testing import check_rule
 
@@ -161,14 +162,14 @@ def test_results_are_other_tensors_of_the_step(cls: Any) -> None:
 @pytest.mark.parametrize("cls", RULES)
 def test_kernels_read_before_they_write(cls: Any) -> None:
     """Also as list kernels, in one loop and without temporaries."""
-    before = {*kernels._kernels}
+    before = {*runtime.kernels}
     for way, dtype in (*[(way, torch.float32) for way in COMPILED], ("kernels", DOUBLE)):
         check(COMPILED[way], cls, dtype, 1e-5)
     exact = by_class(cls, torch.bfloat16, compile=True, storage="exact")
     eager = by_class(cls, torch.bfloat16, **EAGER, storage="exact")
     for got, want in zip(exact, eager, strict=True):
         assert torch.equal(got, want)
-    made = [kernels._kernels[key][1] for key in {*kernels._kernels} - before]
+    made = [runtime.kernels[key][1] for key in {*runtime.kernels} - before]
     assert made and {type(x).__name__ for x in made} == {"ListKernel"}
 
 

@@ -8,7 +8,7 @@ from tiers import row
 from torch import Tensor, nn
 
 from optimi_func import Adafactor, adafactor_init, compiled
-from optimi_func.core import checks
+from optimi_func.core.runtime import runtime
 from optimi_func.execution import inductor, kernels, shaped, wholes
 
 # Small, tall, wide, of one row or column, one for several vectors and one for none.
@@ -150,12 +150,12 @@ def test_pure_steps_have_the_classs_bits() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("part", ["only_call", "argument_order", "agree"])
 def test_without_torchs_private_parts_maps_are_called(part: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(kernels, "_kernels", {})
+    monkeypatch.setattr(runtime, "kernels", {})
     home, broken = {"only_call": (shaped, None), "agree": (kernels, False)}.get(
         part, (inductor, None)
     )
     monkeypatch.setattr(home, part, lambda *args: broken)
-    monkeypatch.setattr(checks, "_said", set())
+    monkeypatch.setattr(runtime, "said", set())
     planned = launches_of(monkeypatch)
     with pytest.warns(UserWarning, match="maps tensors one by one.*other code"):
         found = ended([(4, 3)], True)

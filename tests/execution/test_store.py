@@ -19,10 +19,10 @@ from kernel_keys import key_of
 
 import optimi_func
 from optimi_func import AdamW, hooks, warm
-from optimi_func.core import checks
 from optimi_func.core import rule as rules
 from optimi_func.core.leaf import init_leaf
 from optimi_func.core.packed import Packed
+from optimi_func.core.runtime import runtime
 from optimi_func.execution import cpp, kernels, store
 from optimi_func.execution.kernels import _compile as compile_kernel
 from optimi_func.execution.wholes import elementwise
@@ -37,7 +37,7 @@ CODE = b"\x7fELF of a library" * 100
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A store of this test's own, which nothing has complained about."""
     monkeypatch.setenv(store.VARIABLE, str(tmp_path / "store"))
-    monkeypatch.setattr(checks, "_said", set())
+    monkeypatch.setattr(runtime, "said", set())
     return tmp_path / "store"
 
 
@@ -567,8 +567,8 @@ def step(**options: Any) -> torch.Tensor:
 @pytest.fixture
 def alone(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty store for a process that knows no kernel."""
-    monkeypatch.setattr(kernels, "_kernels", {})
-    monkeypatch.setattr(cpp, "_functions", [])
+    monkeypatch.setattr(runtime, "kernels", {})
+    monkeypatch.setattr(runtime, "functions", [])
     return place
 
 
@@ -585,7 +585,7 @@ def test_a_step_is_loaded_and_a_broken_entry_is_made_again(alone: Path) -> None:
     assert torch.equal(step(), first) and are_loaded() == {True}
     for path in alone.glob("*.so"):
         cut(path)
-    cpp._functions.clear()
+    runtime.functions.clear()
     assert torch.equal(step(), first) and are_loaded() == {False}
     assert torch.equal(step(), first) and are_loaded() == {True}
     torch.testing.assert_close(step(compile=False), first)
@@ -868,7 +868,7 @@ def test_where_nothing_can_be_kept_no_later_process_is_promised_it(
 ) -> None:
     (tmp_path / "file").touch()  # in which no folder can be made, for root neither
     monkeypatch.setenv(store.VARIABLE, str(tmp_path / "file" / "store"))
-    monkeypatch.setattr(checks, "_said", set())
+    monkeypatch.setattr(runtime, "said", set())
     for _ in range(2):
         store.tell(True)
         store.keep(KEY, __file__, None)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optimi_func import adamw_init, adamw_step, compiled
+from optimi_func.core.runtime import runtime
 from optimi_func.core.tree import FlatTree
 from optimi_func.execution import plans, trees
 
@@ -45,7 +46,7 @@ def unplanned(step: Step) -> Step:
     """The step without a plan of an earlier one."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        trees._known.cache_clear()
+        runtime.tree_plans.clear()
         return step(*args, **kwargs)
 
     return run
@@ -60,7 +61,7 @@ def same(a: Any, b: Any) -> None:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was checked and planned since it was last cleared."""
-    trees._known.cache_clear()
+    runtime.tree_plans.clear()
     calls: list[str] = []
     checks = FlatTree.check
 
@@ -119,7 +120,7 @@ def test_what_changes_between_steps_is_noticed(step: Step) -> None:
     """The results are those of steps that are planned each time, bit for bit."""
     ends = []
     for way in (step, unplanned(step), adamw_step):
-        trees._known.cache_clear()
+        runtime.tree_plans.clear()
         params, state = draw(0), adamw_init(draw(0))
         for t, grads in enumerate((draw, draw, others, fewer, draw, turned, draw) * 2):
             params, state = way(params, grads(t), state, lr=0.01 * (t % 3 + 1))

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import optimi_func
 from optimi_func import Storage, adamw, compiled, prepare_for_gradient_release
-from optimi_func.core import checks
 from optimi_func.core.rule import Scalars
+from optimi_func.core.runtime import runtime
 from optimi_func.execution import codecs, cpp, kernels
 from optimi_func.execution.kernels import KernelKey, _without_lists, has_list_kernels
 
@@ -43,11 +43,11 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     """A process that has neither the functions nor a kernel."""
     found = Disk()
     monkeypatch.setattr(cpp, "_load", found)
-    for name, x in ("_functions", []), ("_errors", []), ("_again", Event()):
-        monkeypatch.setattr(cpp, name, x)
-    for name, x in ("_kernels", {}), ("_other_code", []):
-        monkeypatch.setattr(kernels, name, x)
-    monkeypatch.setattr(checks, "_said", set())
+    monkeypatch.setattr(runtime, "tries_again", Event())
+    for name in "functions", "errors", "other_code":
+        monkeypatch.setattr(runtime, name, [])
+    monkeypatch.setattr(runtime, "kernels", {})
+    monkeypatch.setattr(runtime, "said", set())
     return found
 
 
@@ -128,8 +128,10 @@ def test_codecs_with_other_results_are_told(monkeypatch: Any) -> None:
     functions = cpp.native()
     assert functions is not None
 
-    monkeypatch.setattr(cpp, "_functions", [functions._replace(decode=lambda *args: None)])
-    monkeypatch.setattr(codecs, "_exact", {})
+    monkeypatch.setattr(
+        runtime, "functions", [functions._replace(decode=lambda *args: None)]
+    )
+    monkeypatch.setattr(runtime, "exact_codecs", {})
     with pytest.warns(UserWarning, match="8 bits give other results.*run eagerly"):
         assert not codecs.are_exact()
     with warnings.catch_warnings():
@@ -202,7 +204,7 @@ def test_every_executor_computes_the_same(
 ) -> None:
     """Without the functions, movements are those of the eager step."""
     got = trained(name, dtype, way, options, kernels=True)
-    assert disk.tried and not kernels._kernels
+    assert disk.tried and not runtime.kernels
     for x, y in zip(got, trained(name, dtype, way, options, kernels=False), strict=True):
         # Each has moved by about 0.5.
         assert float((x.double() - y.double()).abs().max()) <= (

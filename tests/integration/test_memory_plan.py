@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 import optimi_func
 from optimi_func import SGD, Adafactor, AdamW, Muon, NorMuon, Storage
-from optimi_func.execution import eager, executors, kernels, launches, wholes
+from optimi_func.core.runtime import runtime
+from optimi_func.execution import eager, executors, launches, wholes
 from optimi_func.memory import counting, plan
 from optimi_func.memory.recipes import WAYS
 
@@ -134,7 +135,7 @@ def test_the_peak_is_about_the_profilers_where_steps_are_compiled() -> None:
 def test_compiled_kernels_keep_no_tensors(unkept, monkeypatch, dtype, storage) -> None:
     """The examples that a kernel is compiled with would add to every peak."""
     # As in a new process.
-    monkeypatch.setattr(kernels, "_kernels", {})
+    monkeypatch.setattr(runtime, "kernels", {})
 
     def live() -> int:
         gc.collect()

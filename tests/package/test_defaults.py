@@ -22,8 +22,8 @@ from torch.utils._device import _device_constructors
 
 import optimi_func
 from optimi_func import population, schedules, transforms
-from optimi_func.core import program, storage
-from optimi_func.execution import codecs, guards, kernels
+from optimi_func.core.runtime import runtime
+from optimi_func.execution import guards
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:eps=", "ignore:weight_decay=", "ignore:max_lr=", "ignore:.*hardly moves"
@@ -109,9 +109,9 @@ def untried(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, x in ("_rules", {}), ("_known", []):
             monkeypatch.setattr(cls, name, x)
         monkeypatch.setattr(cls.pure, "_made", {})  # type: ignore[attr-defined]
-    monkeypatch.setattr(program, "_programs", type(program._programs)())
-    monkeypatch.setattr(storage, "_known", type(storage._known)())
-    monkeypatch.setattr(codecs, "_exact", {})
+    monkeypatch.setattr(runtime, "programs", type(runtime.programs)())
+    monkeypatch.setattr(runtime, "inits", type(runtime.inits)())
+    monkeypatch.setattr(runtime, "exact_codecs", {})
     guards._guards_work.cache_clear()
 
 
@@ -181,7 +181,7 @@ def test_pure_steps_are_alike(case: Case, context: str, untried: None) -> None:
 @within
 def test_compiled_steps_are_alike(context: str, untried: None, monkeypatch: Any) -> None:
     """Also where the kernel is compiled within."""
-    monkeypatch.setattr(kernels, "_kernels", {})
+    monkeypatch.setattr(runtime, "kernels", {})
     check(partial(by_class, Case("adamw"), compile=True), context)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 import optimi_func
 from optimi_func import adamw, prepare_for_gradient_release
 from optimi_func.core.rule import Storage
-from optimi_func.execution import executors
+from optimi_func.core.runtime import runtime
 
 CODES = ["compact", Storage("exact", "8bit"), Storage("kahan", "8bit")]
 # Only middle.weight is large enough to be in codes.
@@ -128,7 +128,7 @@ def test_accumulation_in_the_state_is_one_step(storage: Any) -> None:
 
 def test_a_tree_in_codes_is_released(monkeypatch) -> None:
     """A pure optimizer's state is the storage that it was made in."""
-    monkeypatch.setattr(executors, "_uncompilable", {"cpu"})
+    monkeypatch.setattr(runtime, "uncompilable", {"cpu"})
     model, _ = make("adamw", None, False)
     handle = prepare_for_gradient_release(model, adamw(lr=1e-2))
     params = dict(model.named_parameters())

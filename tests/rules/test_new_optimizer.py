@@ -28,7 +28,7 @@ from optimi_func import (
     testing,
 )
 from optimi_func.classes.base import BaseOptimizer
-from optimi_func.execution import kernels
+from optimi_func.core.runtime import runtime
 from optimi_func.rules import Optimizer, SecondMoment, Wide, check_number
 
 # Rules
@@ -405,12 +405,12 @@ def test_kernels_are_kept_by_digest() -> None:
         return p.detach()
 
     assert run(1.5)[0].item() == pytest.approx(0.85)
-    count = len(kernels._kernels)
+    count = len(runtime.kernels)
     for _ in range(3):
         assert run(1.5)[0].item() == pytest.approx(0.85)
-    assert len(kernels._kernels) == count
+    assert len(runtime.kernels) == count
     assert run(2.5)[0].item() == pytest.approx(0.75)
-    assert len(kernels._kernels) == count + 1
+    assert len(runtime.kernels) == count + 1
 
 
 def test_a_class_that_is_defined_again_is_freed() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from optimi_func.core.runtime import runtime
 from optimi_func.execution import kernels
 
 # `KernelKey.name`: the rule, its dtypes, then what it writes and what it is given.
@@ -75,7 +76,7 @@ def guarded(marked: bool) -> Iterator[None]:
         patch.setattr(kernels, "_compile", checked)
         if not marked:
             # Also of a kernel that an earlier test has compiled: the order must not matter.
-            patch.setattr(kernels, "_kernels", {})
+            patch.setattr(runtime, "kernels", {})
         before = 0 if marked else _graphs()
         yield
     if not marked and _graphs() > before:

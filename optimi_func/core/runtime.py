@@ -30,7 +30,8 @@ class Runtime:
         errors: Why they could not be loaded, else empty.
         tries_again: Set if a new optimizer asks to compile them once more.
         exact_codecs: Whether the codecs in C++ have the bits of those in torch.
-        uncompilable: Types of devices for which the compiler has failed.
+        uncompilable: Types of devices whose steps run eagerly, because compiling failed.
+        failures: How often that has happened, by type of device.
         unshaped: The digests of maps that could not be compiled.
         other_code: Why private parts of torch are not as list kernels expect them.
         no_conversions: Why bfloat16 is not converted by the header of `bfloat16`.
@@ -47,6 +48,7 @@ class Runtime:
     tries_again: Event = field(default_factory=Event)
     exact_codecs: dict[int, bool] = field(default_factory=dict[int, bool])
     uncompilable: set[str] = field(default_factory=set[str])
+    failures: dict[str, int] = field(default_factory=dict[str, int])
     unshaped: set[str] = field(default_factory=set[str])
     other_code: list[str] = field(default_factory=list[str])
     no_conversions: list[str] = field(default_factory=list[str])

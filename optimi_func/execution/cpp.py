@@ -34,6 +34,8 @@ PIECE = 1 << 16
 # The most pointers that a kernel takes, the most temporary tensors in it, and the most
 # bytes in one of these.
 MOST, SLOTS, SLOT = 32, 8, 64
+# So often a process tries to compile the steps for a device although that has failed.
+MOST_FAILURES = 3
 _SHARED = {"PIECE": PIECE, "MOST": MOST, "SLOTS": SLOTS, "SLOT": SLOT}
 # GCC makes no vectors of square roots that may have to set errno.
 FLAGS = ("-fno-math-errno", *[f"-D{name}={value}" for name, value in _SHARED.items()])
@@ -146,9 +148,16 @@ def failure() -> Exception | None:
 
 
 def retry() -> None:
-    """Let the next caller compile the functions again, if that has failed."""
-    if runtime.errors:
+    """Let the next caller compile again what could not be compiled.
+
+    A new optimizer calls this, because a compiler or the disk may have been missing for a
+    moment. Steps that could not be compiled three times stay eager.
+    """
+    again = {x for x in runtime.uncompilable if runtime.failures.get(x, 0) < MOST_FAILURES}
+    if runtime.errors or again:
         store.forget_compilers()
+    runtime.uncompilable -= again
+    if runtime.errors:
         runtime.tries_again.set()
 
 

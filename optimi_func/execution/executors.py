@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from optimi_func.core.checks import is_first, warn_user
+from optimi_func.core.checks import warn_user
 from optimi_func.core.codes import GROUP, is_low
 from optimi_func.core.leaf import FACTS, Size, requests
 from optimi_func.core.lists import chunks, grouped
@@ -36,6 +36,7 @@ from optimi_func.execution.kernels import (
     NoListKernelError,
     SwitchedOffError,
     kernel,
+    log_once,
     updates_lists,
     warn_once,
 )
@@ -46,7 +47,7 @@ from optimi_func.execution.launches import (
     RehearsedLaunch,
 )
 from optimi_func.execution.list_kernel import ListKernel, can_run_in_place, in_place_kernel
-from optimi_func.execution.slots import Update, alike, split_twins
+from optimi_func.execution.slots import Slot, Update, alike, split_twins
 from optimi_func.execution.triton_list import TritonListKernel
 from optimi_func.execution.wholes import elementwise, plan_shaped, plan_wholes
 
@@ -122,22 +123,22 @@ def _plan_auto(rule: Rule, updates: list[Update], write: bool) -> list[Launch]:
         except DispatchModeError:
             pass  # A mode that watches single operations sees single operations.
         except SwitchedOffError as error:
-            if is_first(f"switched off for {device}"):
-                warn_user(
-                    f"{error}: the optimizer step for {device} runs eagerly, several "
-                    "times slower. Switch it on, or choose compile=False or foreach=True."
-                )
+            warn_once(
+                f"{error}: the optimizer step for {device} runs eagerly, several times "
+                "slower. Switch it on, or choose compile=False or foreach=True."
+            )
         except Exception as error:
             runtime.uncompilable.add(device)
+            runtime.failures[device] = runtime.failures.get(device, 0) + 1
             # torch's first line may only say that there is a second.
             lines = [line for line in str(error).splitlines() if line.strip()]
             reason = " ".join(lines[: 1 + (lines[:1] or [""])[0].endswith(":")])
-            warn_user(
-                f"the optimizer step could not be compiled for {device} and runs, in "
-                "this process, eagerly, several times slower "
-                f"({type(error).__name__}: {reason}). "
-                "Install a C++ compiler (g++ or clang++, on PATH or named by CXX) "
-                "for CPU, Triton for CUDA; or choose compile=False or foreach=True."
+            warn_once(
+                f"the optimizer step could not be compiled for {device} and runs eagerly, "
+                f"several times slower ({type(error).__name__}: {reason}). Install a C++ "
+                "compiler (g++ or clang++, on PATH or named by CXX) for CPU, Triton for "
+                "CUDA; or choose compile=False or foreach=True. The next optimizer tries "
+                "again"
             )
     return plan_eager(rule, updates, write)
 
@@ -153,7 +154,8 @@ def _plan_kernels(rule: Rule, updates: list[Update], write: bool) -> list[Launch
         )
     # On CPU C++ around the kernel decodes and encodes, elsewhere the kernel itself.
     around = slot.coded and updates_lists(device)
-    if not slot.dense or (around and not (slot.in_place and can_run(slot))):
+    if (why := _why_eager(slot, around)) is not None:
+        log_once(f"some steps for {device.type} run eagerly, several times slower: {why}")
         return plan_eager(rule, updates, write)
     rounds, asked = _rounds(rule, first, write), _asked(rule, first, write)
     if is_rehearsed(device):
@@ -191,6 +193,26 @@ def _plan_kernels(rule: Rule, updates: list[Update], write: bool) -> list[Launch
             same = grouped(part, lambda u: u.at).values()
             launches += [KernelLaunch(rule, x, write, asked, kernels) for x in same]
     return launches
+
+
+def _why_eager(slot: Slot, around: bool) -> str | None:
+    """Return why no kernel takes a parameter, and what to do about it, or None."""
+    if not slot.dense:
+        return (
+            "a parameter or its state does not fill its memory in one order, as a part of "
+            "another tensor does. Use a contiguous copy as the parameter"
+        )
+    if around and not slot.in_place:
+        return (
+            "state in codes, as of storage='compact' and 'exact', is decoded in place, and "
+            "this step returns new tensors. Use the step whose name ends with _, or a class"
+        )
+    if around and not can_run(slot):
+        return (
+            f"a {slot.dtypes[PARAM]} parameter with a compensation in "
+            f"{slot.compensation} is decoded by torch alone. Use bfloat16"
+        )
+    return None
 
 
 def _numel(u: Update) -> int:

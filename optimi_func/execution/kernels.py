@@ -6,6 +6,7 @@ are fixed on entry. torch.compile's other guards are left out by calling the gen
 code directly.
 """
 
+import logging
 import os
 import re
 import threading
@@ -55,6 +56,7 @@ from optimi_func.execution.inductor import (
 from optimi_func.execution.list_kernel import TRIAL, ListKernel, agree
 from optimi_func.execution.shaped import ShapedKernel, trials
 from optimi_func.execution.tensors import write_back
+from optimi_func.execution.triton_list import TritonListKernel
 
 T = TypeVar("T")
 
@@ -228,6 +230,12 @@ def warn_once(text: str) -> None:
         warn_user(text)
 
 
+def log_once(text: str) -> None:
+    """Log why something is slower than it could be, unless it has been logged before."""
+    if is_first(text):
+        logging.getLogger("optimi_func").warning(text)
+
+
 def _without_lists(key: KernelKey) -> NoListKernelError:
     """Return the error that says why a kernel for CPU cannot be compiled."""
     if _is_large(key):
@@ -325,6 +333,12 @@ def _compile_now(
     else:
         function = with_own_code_object(noticed, key.name)
         compiled = compile_flat(function, example, key.row)
+        joins = key.device.type == "cuda" and key.round is None and key.row == 1
+        if joins and not isinstance(compiled, TritonListKernel):
+            log_once(
+                f"{key.rule.name} launches a kernel for each tensor, which is slow where a "
+                f"model has many small ones: {_OTHER_CODE}"
+            )
     if ran_eagerly:
         raise SwitchedOffError
     return compiled

@@ -14,7 +14,7 @@ from tiers import row
 from torch import Tensor
 
 import optimi_func
-from optimi_func import Storage, adamw, compiled, prepare_for_gradient_release
+from optimi_func import AdamW, Storage, adamw, compiled, prepare_for_gradient_release
 from optimi_func.core.rule import Scalars
 from optimi_func.core.runtime import runtime
 from optimi_func.execution import codecs, cpp, kernels
@@ -210,3 +210,53 @@ def test_every_executor_computes_the_same(
         assert float((x.double() - y.double()).abs().max()) <= (
             2e-2 if dtype == BF16 else 1e-5
         )
+
+
+def test_a_compiler_that_fails_is_asked_again_by_the_next_optimizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three times at most, because each time may take seconds. It is said once."""
+    asked: list[str] = []
+
+    def compile_kernel(key: KernelKey, scalars: Scalars) -> Any:
+        asked.append(key.name)
+        raise RuntimeError("no C++ compiler 'g++' can be called")
+
+    monkeypatch.setattr(kernels, "_compile", compile_kernel)
+    monkeypatch.setattr(runtime, "kernels", {})
+    monkeypatch.setattr(runtime, "said", set())
+    monkeypatch.setattr(runtime, "uncompilable", set())
+    monkeypatch.setattr(runtime, "failures", {})
+
+    def steps() -> None:
+        p = torch.ones(3, requires_grad=True)
+        optimizer = AdamW([p], lr=0.1)
+        for _ in range(3):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+
+    with pytest.warns(UserWarning, match="could not be compiled.*next optimizer tries"):
+        steps()
+    assert len(asked) == 1
+    for _ in range(4):
+        steps()
+    assert len(asked) == 3
+    assert runtime.failures == {"cpu": 3}
+
+
+@pytest.mark.kernels
+def test_the_log_says_why_some_parameters_step_eagerly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runtime, "said", set())
+    parts = [torch.ones(4, 6)[:, ::2].requires_grad_() for _ in range(2)]
+    for p in parts:
+        p.grad = torch.ones_like(p)
+        AdamW([p, torch.ones(3, requires_grad=True)], lr=0.1).step()
+    value, x = optimi_func.adamw(lr=0.1), torch.ones(8192, dtype=torch.bfloat16)
+    optimi_func.compiled.step(value, x, x, value.init(x, storage="exact"))
+    records = [x for x in caplog.records if x.name == "optimi_func"]
+    texts = [x.getMessage() for x in records if "run eagerly" in x.getMessage()]
+    assert [x.levelname for x in records if x.getMessage() in texts] == ["WARNING"] * 2
+    assert "does not fill its memory in one order" in texts[0]
+    assert "whose name ends with _" in texts[1]

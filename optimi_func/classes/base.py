@@ -65,7 +65,7 @@ from optimi_func.core.torch_private import (
 )
 from optimi_func.execution.cpp import retry, start
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.plans import ClassPlan, Planned
+from optimi_func.execution.plans import ClassPlan
 from optimi_func.execution.scalars import pack, scalars_after
 from optimi_func.execution.slots import Columns, Step
 from optimi_func.execution.sums import Part
@@ -521,8 +521,11 @@ class BaseOptimizer(Fields, Checkpoints):
         bound: FunctionalOptimizer,
         counting: tuple[bool, bool],
         old: ClassPlan | None,
-    ) -> Planned:
-        """Return a plan, if possible of an old one, and collect new entries."""
+    ) -> tuple[ClassPlan, list[Any]]:
+        """Return a plan with its tensors, if possible of an old plan.
+
+        It collects new entries in the request.
+        """
         group, params, made = work.group, work.params, request.new_entries
         if old is not None and self.state and not (made or counting[0]):
             # The old plan's entries were checked. If only addresses differ from them, only

@@ -6,6 +6,7 @@ directions into deltas and adds them. All other modules decide where and when it
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import (
     Any,
     Generic,
@@ -323,6 +324,34 @@ class Rule:
         tensors = [x for x in running if isinstance(x, Tensor)]
         copies = [x.clone() if any([x is y for y in tensors]) else x for x in after]
         return coeffs, type(after)(*copies)
+
+
+class BoundRule(Protocol):
+    """A rule with its hyperparameters, as trees and executors use it.
+
+    `FunctionalOptimizer` has this interface, and documents it. It is not imported by the
+    folders that use it, because it is in a folder above them, which calls them.
+    """
+
+    rule: derived[Rule]
+    numbers: derived[dict[str, Any]]
+    init_numbers: derived[Numbers]
+    every_hook: derived[tuple[Any, ...]]
+    has_numbers: cached_property[bool]
+    rates_now: "cached_property[Rates]"
+
+    @property
+    def shape_numbers(self) -> Numbers: ...
+
+    def rates_at(self, t: Scalar) -> "Rates": ...
+
+    def advance(self, t: Scalar, running: Named) -> tuple[Named, Named]: ...
+
+    def scalars(
+        self, tree: Any, step: Tensor, t: Scalar
+    ) -> "tuple[list[Scalars], list[int], list[Named]]": ...
+
+    def warn(self, tree: Any) -> None: ...
 
 
 class NoState(NamedTuple):

@@ -1,4 +1,4 @@
-"""What this process has cached, found out and said: one object, `runtime`.
+"""The caches of the process, what it has found out and what it has said, in one object.
 
 Nothing here is needed to be right. Every entry is keyed by all that it was made of, or is a
 fact about this machine and this version of torch, so it is never stale; `forget` only makes

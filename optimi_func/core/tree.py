@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from optimi_func.core.checks import TAKEN, check_grad, check_param, check_taken,
 from optimi_func.core.leaf import init_leaf
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import (
+    BoundRule,
     Named,
     NoRunning,
     NoState,
@@ -36,9 +37,6 @@ from optimi_func.core.storage import (
     seed_of,
 )
 from optimi_func.core.torch_private import is_unwatched, serializable, transform_level
-
-if TYPE_CHECKING:
-    from optimi_func.pure.functional import FunctionalOptimizer
 
 NO_RUNNING = NoRunning()
 _Kinds: TypeAlias = tuple[type[Named], type[Named], bool]
@@ -183,7 +181,7 @@ class FlatTree(NamedTuple):
         states = match_tree("state", state.leaves, spec, params)
         return FlatTree(params, spec, tensors, flat_grads, states, state)
 
-    def check(self, optimizer: "FunctionalOptimizer") -> "FlatTree":
+    def check(self, optimizer: BoundRule) -> "FlatTree":
         """Return the tree. Raise if a step of the optimizer could not use its tensors."""
         rule, numbers = optimizer.rule, optimizer.shape_numbers
         # Dynamo cannot trace it.
@@ -311,9 +309,7 @@ def _check_state(rule: Rule, numbers: Numbers, path: object, p: Tensor, s: objec
     check_entry(rule, numbers, "state.leaves", path, p, entry)
 
 
-def init_tree(
-    optimizer: "FunctionalOptimizer", params: PyTree, storage: Storage
-) -> TreeState:
+def init_tree(optimizer: BoundRule, params: PyTree, storage: Storage) -> TreeState:
     """Return fresh state for a parameter tree."""
     rule, numbers = optimizer.rule, optimizer.init_numbers
     tensors, spec = flatten_params(params)

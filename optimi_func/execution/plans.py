@@ -43,7 +43,7 @@ def raise_versions(written: list[Tensor]) -> None:
         torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
 
 
-class Launches(NamedTuple):
+class _Launches(NamedTuple):
     """The calls that update the parameters of a plan."""
 
     calls: list[Launch]
@@ -60,15 +60,15 @@ class Plan:
         self.coded = any([slot.coded for slot in slots])
         self.rounds = False  # True if parameters are rounded at random
         # For one layout of gradients each. `backward` gives them that of their parameters.
-        self._cached: dict[object, tuple[Guard, Launches]] = {}
+        self._cached: dict[object, tuple[Guard, _Launches]] = {}
 
-    def cached_launches(self, executor: Executor, step: Step) -> Launches | None:
+    def cached_launches(self, executor: Executor, step: Step) -> _Launches | None:
         """Return those of an earlier step with gradients and scalars of the same kind."""
         found = self._cached.get(_kind(executor, step))
         inputs = _inputs(step) if step.columns.given else step.columns.grads
         return found[1] if found and found[0].holds(inputs) else None
 
-    def new_launches(self, executor: Executor, step: Step) -> Launches:
+    def new_launches(self, executor: Executor, step: Step) -> _Launches:
         """Plan, compile and cache the launches of a step, whose gradients fit."""
         (grads, own, _, given), packed, at, write, *_ = step
         rows = enumerate(zip(self.slots, own[PARAM], grads, at))
@@ -82,7 +82,7 @@ class Plan:
             calls = plan_launches(executor, self.rule, updates, write)
         if len(self._cached) >= _KINDS:
             self._cached.clear()
-        launches = Launches(calls, all([call.without_torch for call in calls]))
+        launches = _Launches(calls, all([call.without_torch for call in calls]))
         guard = Guard(_inputs(step), addresses=False)
         self._cached[_kind(executor, step)] = guard, launches
         return launches
@@ -109,7 +109,7 @@ def _present(tensors: list[Any]) -> list[Tensor]:
     return [x for x in tensors if x is not None]
 
 
-class EntryReader:
+class _EntryReader:
     """Reads parameters and their entries into one flat list, which a plan's guard checks.
 
     The list has the parameters, then for each its counts, its state and its compensation.
@@ -145,7 +145,7 @@ class EntryReader:
         return Columns(grads, own, own)
 
 
-class Planned(NamedTuple):
+class _Planned(NamedTuple):
     """The plan of some parameters, with their local tensors as its reader lists them."""
 
     plan: "ClassPlan"
@@ -164,7 +164,7 @@ class ClassPlan(Plan):
         rule: Rule,
         slots: list[Slot],
         places: Sequence[int],
-        reader: EntryReader,
+        reader: _EntryReader,
         guard: Guard,
         counts: Counts,
     ) -> None:
@@ -180,7 +180,7 @@ class ClassPlan(Plan):
         counting: tuple[bool, bool],
         rows: list[tuple[Tensor, dict[str, object], Holders | None]],
         places: Sequence[int],
-    ) -> Planned:
+    ) -> _Planned:
         """Plan for parameters with their entries, and the processes that divide their maps.
 
         `counting` is True for step counts on the device, and True if each parameter has its
@@ -188,7 +188,7 @@ class ClassPlan(Plan):
         """
         params, entries, holders = map(list, zip(*rows))
         capturable, flagged = counting
-        reader = EntryReader(rule, entries)
+        reader = _EntryReader(rule, entries)
         viewed = any_distributed(params) or any_complex(params)
         # Read once, because another thread may replace them meanwhile.
         full = reader.read(params, entries)
@@ -204,11 +204,11 @@ class ClassPlan(Plan):
         )
         plan.viewed, plan._lengths = viewed, list(map(len, entries))
         plan.holders = [x for x in holders if x is not None]
-        return Planned(plan, tensors)
+        return _Planned(plan, tensors)
 
     def moved(
         self, params: list[Tensor], entries: list[dict[str, object]]
-    ) -> Planned | None:
+    ) -> _Planned | None:
         """Return the plan of states that differ in their addresses alone, or None.
 
         It saves 30 to 60 % of a step after `state.clear()`, and 50 to 90 % after a load.
@@ -235,7 +235,7 @@ class ClassPlan(Plan):
             if all([x.movable for x in launches.calls]):
                 calls = [x.moved(columns) for x in launches.calls]
                 plan._cached[kind] = grads, launches._replace(calls=calls)
-        return Planned(plan, tensors)
+        return _Planned(plan, tensors)
 
     def current(
         self, params: list[Tensor], entries: list[Mapping[str, object] | None]

@@ -1,7 +1,6 @@
 """Packing: the scalars of a step as kernels take them, in one tensor or array."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -9,10 +8,15 @@ from optimi_func.core.checks import check_given
 from optimi_func.core.codes import NEAREST, dither_at
 from optimi_func.core.leaf import microbatch_scalars
 from optimi_func.core.packed import Packed
-from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Named, Rule, Scalar, Scalars
-
-if TYPE_CHECKING:
-    from optimi_func.pure.functional import FunctionalOptimizer
+from optimi_func.core.rule import (
+    WHOLE_BATCH,
+    BoundRule,
+    Microbatch,
+    Named,
+    Rule,
+    Scalar,
+    Scalars,
+)
 
 
 def pack(
@@ -47,7 +51,7 @@ def pack(
 
 
 def scalars_after(
-    bound: "FunctionalOptimizer",
+    bound: BoundRule,
     counts: Sequence[tuple[Scalar, Sequence[Scalar]]],
     coded: bool,
 ) -> tuple[list[Scalars], list[Named]]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_not
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from optimi_func.core.distributed import (
 )
 from optimi_func.core.packed import is_capturing
 from optimi_func.core.philox import Noise
-from optimi_func.core.rule import Leaf, Microbatch, Named, PyTree, Rule, Scalars
+from optimi_func.core.rule import BoundRule, Leaf, Microbatch, Named, PyTree, Rule, Scalars
 from optimi_func.core.runtime import runtime
 from optimi_func.core.storage import (
     BITS,
@@ -50,9 +50,6 @@ from optimi_func.execution.scalars import pack
 from optimi_func.execution.slots import Columns, Step, make_slots
 from optimi_func.execution.sums import Part, Unit, join, write_running
 
-if TYPE_CHECKING:
-    from optimi_func.pure.functional import FunctionalOptimizer
-
 # Kinds of trees for which the last four plans are cached.
 _KINDS = 32
 _NONE = type(None)
@@ -81,9 +78,7 @@ class TreeUpdate:
         self._scalars, self._at, self.after = scalars
 
     @classmethod
-    def of(
-        cls, optimizer: "FunctionalOptimizer", tree: FlatTree, executor: Executor
-    ) -> "TreeUpdate":
+    def of(cls, optimizer: BoundRule, tree: FlatTree, executor: Executor) -> "TreeUpdate":
         """Return the step of an optimizer, whose hyperparameters are read now."""
         step = tree.state.step.detach()
         scalars = optimizer.scalars(tree, step, step_to_come(step))
@@ -236,21 +231,27 @@ class TreeUpdate:
 
 
 def step(
-    optimizer: "FunctionalOptimizer", params: PyTree, grads: PyTree, state: TreeState
+    optimizer: BoundRule, params: PyTree, grads: PyTree, state: TreeState
 ) -> tuple[PyTree, TreeState]:
-    """Return new parameters and a new state after one compiled step of a pure optimizer."""
+    """Return new parameters and a new state after one compiled step of a pure optimizer.
+
+    `optimizer` is a `FunctionalOptimizer`, such as `adamw(lr=1e-3)`.
+    """
     return _step(optimizer, params, grads, state, False)
 
 
 def step_(
-    optimizer: "FunctionalOptimizer", params: PyTree, grads: PyTree, state: TreeState
+    optimizer: BoundRule, params: PyTree, grads: PyTree, state: TreeState
 ) -> tuple[PyTree, TreeState]:
-    """Take one compiled step of a pure optimizer, writing into `params` and `state`."""
+    """Take one compiled step of a pure optimizer, writing into `params` and `state`.
+
+    `optimizer` is a `FunctionalOptimizer`, such as `adamw(lr=1e-3)`.
+    """
     return _step(optimizer, params, grads, state, True)
 
 
 def _step(
-    optimizer: "FunctionalOptimizer",
+    optimizer: BoundRule,
     params: PyTree,
     grads: PyTree,
     state: TreeState,
@@ -333,7 +334,7 @@ def planned_step(
 
 
 def _checked(
-    optimizer: "FunctionalOptimizer", params: PyTree, grads: PyTree, state: TreeState
+    optimizer: BoundRule, params: PyTree, grads: PyTree, state: TreeState
 ) -> FlatTree:
     """Flatten the arguments. Raise for what no kernel takes; the rest is checked later."""
     if not isinstance(getattr(optimizer, "rule", None), Rule):
@@ -355,7 +356,7 @@ def _checked(
     return tree
 
 
-def _uncompiled(optimizer: "FunctionalOptimizer") -> str:
+def _uncompiled(optimizer: BoundRule) -> str:
     """Return the name of the step that errors recommend."""
     kind = type(optimizer)
     ours = kind.__module__.startswith("optimi_func.")
@@ -404,9 +405,7 @@ def _empty(column: list[Any]) -> list[Any]:
     return [None if x is None else torch.empty_like(x) for x in column]
 
 
-def _check_undifferentiated(
-    optimizer: "FunctionalOptimizer", tree: FlatTree, columns: Columns
-) -> None:
+def _check_undifferentiated(optimizer: BoundRule, tree: FlatTree, columns: Columns) -> None:
     """Raise if an argument requires grad, other than parameters that are leaves."""
     names = "lr", "weight_decay", "max_lr", *optimizer.numbers
     names = () if optimizer.has_numbers else names

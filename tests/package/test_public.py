@@ -278,9 +278,9 @@ FACES = {
 }
 LAYERS = [
     {"core"},
+    {"execution"},
     {"hooks", "pure", "schedules"},
     {"state"},
-    {"execution"},
     {"transforms"},
     {"classes"},
     {"rules"},

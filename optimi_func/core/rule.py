@@ -341,17 +341,30 @@ class BoundRule(Protocol):
     rates_now: "cached_property[Rates]"
 
     @property
-    def shape_numbers(self) -> Numbers: ...
+    def shape_numbers(self) -> Numbers:
+        """`init_numbers` if shapes of fields may depend on them, else None."""
+        ...
 
-    def rates_at(self, t: Scalar) -> "Rates": ...
+    def rates_at(self, t: Scalar) -> "Rates":
+        """Return the rates of step t (1-based)."""
+        ...
 
-    def advance(self, t: Scalar, running: Named) -> tuple[Named, Named]: ...
+    def advance(self, t: Scalar, running: Named) -> tuple[Named, Named]:
+        """Return the coefficients of step t (1-based), and `running` after it."""
+        ...
 
     def scalars(
         self, tree: Any, step: Tensor, t: Scalar
-    ) -> "tuple[list[Scalars], list[int], list[Named]]": ...
+    ) -> "tuple[list[Scalars], list[int], list[Named]]":
+        """Return the different scalars of a step, and two items for each leaf of the tree.
 
-    def warn(self, tree: Any) -> None: ...
+        These are the index of its scalars, and its running scalars after the step.
+        """
+        ...
+
+    def warn(self, tree: Any) -> None:
+        """Warn of likely mistakes in hyperparameters."""
+        ...
 
 
 class NoState(NamedTuple):

@@ -66,7 +66,6 @@ def address(x: "array[int] | array[float]") -> int:
     return x.buffer_info()[0]
 
 
-# The functions once they are loaded, else why they could not be, and whether to try again.
 # The thread that `start` has started, and the compiler while it runs.
 _threads: list[Thread] = []
 _compilers: list["Popen[bytes]"] = []

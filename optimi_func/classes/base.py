@@ -529,7 +529,7 @@ class BaseOptimizer(Fields, Checkpoints):
         holders = [self.holders_of(group, p, path) for path, p in named]
         places = places_of(self, params) if bound.rule.draws else ()
         plan = ClassPlan(bound.rule, counting, list(zip(params, entries, holders)), places)
-        plan.rounds = group_storage(group).param == "stochastic"
+        plan.rounds = group_storage(group).rounds
         return plan
 
     def _step_of(

@@ -435,8 +435,13 @@ class Storage(NamedTuple):
 
     @property
     def coded(self) -> bool:
-        """True if moments are stored in 8 bits where possible."""
-        return self.moments == "8bit"
+        """True if moments are stored in codes where possible."""
+        return isinstance(self.moments, str)
+
+    @property
+    def rounds(self) -> bool:
+        """True if parameters are rounded at random."""
+        return self.param == "stochastic"
 
 
 StorageLike: TypeAlias = Storage | Literal["compact", "exact"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from optimi_func.core.checks import warn_user
-from optimi_func.core.codes import CODECS, Moment8, narrow, widen
+from optimi_func.core.codes import CODECS, MOMENTS, PARAMS, narrow, widen
 from optimi_func.core.storage import COMP, GRAD, PARAM, coded_in
 from optimi_func.execution.cpp import Native, native
 from optimi_func.execution.slots import Slot
@@ -28,10 +28,13 @@ class Argument(NamedTuple):
     written: bool
 
 
-# Indices in CODECS: of moments and parameters, by the dtype of the codes or compensation.
-_MOMENTS = {dtype: i for i, dtype in enumerate(CODECS, 1)}
-_PARAMS = {torch.int8: 3, torch.int16: 4}
-_BFLOAT16, _HALVES = 5, 6
+# Indices in CODECS of codecs.cpp: of moments and parameters, by the dtype of the codes or
+# compensation, in the order in which `core.codes` lists them.
+_BFLOAT16, _HALVES = 1, 2
+_MOMENTS = {dtype: i for i, dtype in enumerate(CODECS, 3)}
+_COMPS = dict.fromkeys(x for kind in PARAMS.values() for x in kind.comps.values())
+_INTEGERS = [x for x in _COMPS if not x.is_floating_point]
+_PARAMS = {dtype: i for i, dtype in enumerate(_INTEGERS, 3 + len(_MOMENTS))}
 _exact: dict[int, bool] = {}  # by the id of the functions, which the process keeps
 
 
@@ -122,10 +125,11 @@ def _is_exact(functions: Native) -> bool:
     x = torch.randn(1003, generator=generator, **how).mul(1e-3)
     x[::97] = 0.0
     trials: list[tuple[int, Tensor, tuple[Tensor, Tensor], Tensor]] = []
-    for dtype, codec in _MOMENTS.items():
-        moment = x if CODECS[dtype] is Moment8 else x.square()
-        codes = CODECS[dtype].zeros(x).encode(moment, 0.3)
-        trials.append((codec, moment, codes, codes.decode(torch.float32)))
+    for kinds in MOMENTS.values():
+        for kind, moment in zip(kinds, (x, x.square())):
+            codes = kind.zeros(x).encode(moment, 0.3)
+            codec = _MOMENTS[codes.q.dtype]
+            trials.append((codec, moment, codes, codes.decode(torch.float32)))
     for dtype, codec in _PARAMS.items():
         pair = narrow(x, x.to(torch.bfloat16), x.new_zeros(1003, dtype=dtype))
         trials.append((codec, x, pair, widen(*pair, torch.float32)[1]))

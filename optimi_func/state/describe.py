@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from optimi_func.core.codes import CODECS, MOMENTS
 from optimi_func.core.distributed import to_local
 from optimi_func.core.lists import table
 from optimi_func.core.math import iterated_in
@@ -74,8 +75,8 @@ def _kept(
     name = _name(p.dtype) + ("" if comp is None else f" + {_name(comp.dtype)}")
     if seed_of(group_storage(group), p) is not None:
         name += " stochastic"
-    coded = any(key.endswith("_q") for key in local)
-    moments = ["8bit"] if coded else []
+    coded = {CODECS.get(x.dtype) for key, x in local.items() if key.endswith("_q")}
+    moments = [str(name) for name, kinds in MOMENTS.items() if not coded.isdisjoint(kinds)]
     suffixes = ("kahan_comp", "_q", "_scale")
     moments += [_name(x.dtype) for k, x in entry.items() if not k.endswith(suffixes)]
     numel = part.numel()

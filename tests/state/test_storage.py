@@ -28,7 +28,9 @@ from torch import Tensor, nn
 
 import optimi_func
 from optimi_func import SGD, Adam, AdamW, Lion, adamw
+from optimi_func.core.codes import MOMENTS, PARAMS
 from optimi_func.core.rule import Rule, Storage
+from optimi_func.core.storage import storage_of
 from optimi_func.rules import Moment, SecondMoment
 
 F32 = torch.float32
@@ -204,6 +206,12 @@ STORAGES: dict[str, Any] = {
     "plain": Storage("plain", F32),
     "stochastic": Storage("stochastic", F32, 7),
 }
+
+
+def test_every_format_is_among_the_storages() -> None:
+    kinds = list(map(storage_of, STORAGES.values()))
+    assert {x.param for x in kinds} >= {*PARAMS}
+    assert {x.moments for x in kinds} >= {*MOMENTS}
 
 
 @pytest.fixture(scope="module")

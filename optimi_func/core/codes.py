@@ -99,9 +99,7 @@ class SecondMoment8(NamedTuple):
 
 Codes: TypeAlias = Moment8 | SecondMoment8
 # The formats of moments: the codes of first moments, and those of means of squares.
-MOMENTS: dict[MomentStorage, tuple[type[Codes], type[Codes]]] = {
-    "8bit": (Moment8, SecondMoment8)
-}
+MOMENTS: dict[MomentStorage, tuple[type[Codes], ...]] = {"8bit": (Moment8, SecondMoment8)}
 # The same codes by the dtype of q, in the order of CODECS in codecs.cpp.
 CODECS: dict[torch.dtype, type[Codes]] = {torch.int8: Moment8, torch.uint8: SecondMoment8}
 NEAREST = 0.5  # the dither that rounds to the nearest code
@@ -228,11 +226,6 @@ def in_own_order(codes: "Codes", p: Tensor) -> "Codes":
 LOW = torch.bfloat16, torch.float16  # dtypes whose parameters can have a compensation
 
 
-def is_low(dtype: torch.dtype) -> bool:
-    """Return True for float16 and bfloat16, whose parameters can have a compensation."""
-    return dtype in LOW
-
-
 class ParamFormat(NamedTuple):
     """A format of parameters.
 
@@ -254,6 +247,10 @@ PARAMS: dict[ParamStorage, ParamFormat] = {
     "exact": ParamFormat({**{x: x for x in LOW}, torch.bfloat16: torch.int16}, LOW[:1]),
     "stochastic": ParamFormat({}),
 }
+_COMPS = [dtype for kind in PARAMS.values() for dtype in kind.comps.values()]
+# The dtypes of compensations in codes, in the order of CODECS in codecs.cpp. Parameter and
+# compensation are decoded to one float32 number.
+COMP_CODES = dict.fromkeys([dtype for dtype in _COMPS if not dtype.is_floating_point])
 
 
 def remainder_dtype(p: Tensor, param: ParamStorage | None) -> torch.dtype | None:

@@ -81,7 +81,7 @@ def storage_of(
 
 def seed_of(storage: Storage, p: Tensor) -> int | None:
     """Return the seed of a parameter that is rounded at random, or None for others."""
-    return storage.seed if storage.rounds and codes.is_low(p.dtype) else None
+    return storage.seed if storage.rounds and p.dtype in codes.LOW else None
 
 
 def as_dtype(x: Any) -> Any:
@@ -90,11 +90,15 @@ def as_dtype(x: Any) -> Any:
     return dtype if isinstance(dtype, torch.dtype) else x
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
 def group_storage(group: Mapping[str, Any]) -> Storage:
     """Return the storage that a param group asks for."""
     # torch's ZeroRedundancyOptimizer writes the names in a state dict to groups.
-    dtype = as_dtype(group["state_dtype"])
-    return storage_of(group["storage"], group["kahan_sum"], dtype)
+    return storage_of(group["storage"], group["kahan_sum"], as_dtype(group["state_dtype"]))
 
 
 def check_stored(rules: list[Rule], storage: Storage, params: list[Tensor]) -> list[str]:
@@ -109,8 +113,8 @@ def check_stored(rules: list[Rule], storage: Storage, params: list[Tensor]) -> l
     if idle and params:
         raise ValueError(
             f"Invalid storage: storage.param={storage.param!r}: no parameter is "
-            f"{_named(changes)}: convert the model, or choose param=None, which does not "
-            "change other dtypes"
+            f"{' or '.join(map(dtype_name, changes))}: convert the model, or choose "
+            "param=None, which does not change other dtypes"
         )
     if not storage.coded:
         return []
@@ -124,19 +128,14 @@ def check_stored(rules: list[Rule], storage: Storage, params: list[Tensor]) -> l
     parts = [as_real(p.detach()) for p in params]
     cut = [codes.has_groups(x) and not codes.is_eligible(x) for x in parts]
     shapes = {tuple(p.shape) for p, is_cut in zip(params, cut) if is_cut}
-    if not shapes:
-        return []
-    return [
+    text = (
         f"storage.moments={storage.moments!r}: the shards of parameters of shapes "
         f"{sorted(shapes)} cut groups of {codes.GROUP} elements, which share a scale: "
         "their moments are not kept in codes. In checkpoints of "
         "torch.distributed.checkpoint they are, so that any number of processes can load "
         "them"
-    ]
-
-
-def _named(dtypes: Iterable[torch.dtype]) -> str:
-    return " or ".join([str(x).removeprefix("torch.") for x in dtypes])
+    )
+    return [text] if shapes else []
 
 
 def keeps_codes(rule: Rule) -> bool:
@@ -144,8 +143,8 @@ def keeps_codes(rule: Rule) -> bool:
     # On the meta device, which takes no memory, zeros_like imports sympy for half a second.
     device = "meta" if "sympy" in sys.modules else "cpu"
     p = torch.empty(128, 64, dtype=torch.float32, device=device)
-    fields = rule.init(p, next(iter(codes.MOMENTS)), None)
-    return not all(isinstance(field, Tensor) for field in fields)
+    kept = next(iter(codes.MOMENTS))  # all formats of moments are for the same fields
+    return not all(isinstance(field, Tensor) for field in rule.init(p, kept, None))
 
 
 # Fields of a state, in codes or not
@@ -315,7 +314,7 @@ def check_entry(
         if name.endswith(_Q) and x.dtype not in codes.CODECS:
             raise TypeError(
                 f"{root}{path}[{name!r}] has dtype {x.dtype}: allowed are codes, of "
-                f"{_named(codes.CODECS)}, as they were saved"
+                f"{' or '.join(map(dtype_name, codes.CODECS))}, as they were saved"
             )
         if name.endswith(_SCALE):
             count = -(-p.numel() // codes.GROUP)

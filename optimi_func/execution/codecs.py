@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from optimi_func.core.checks import warn_user
-from optimi_func.core.codes import CODECS, MOMENTS, PARAMS, narrow, widen
+from optimi_func.core.codes import CODECS, COMP_CODES, MOMENTS, narrow, widen
 from optimi_func.core.storage import COMP, GRAD, PARAM, coded_in
 from optimi_func.execution.cpp import Native, native
 from optimi_func.execution.slots import Slot
@@ -32,16 +32,13 @@ class Argument(NamedTuple):
 # compensation, in the order in which `core.codes` lists them.
 _BFLOAT16, _HALVES = 1, 2
 _MOMENTS = {dtype: i for i, dtype in enumerate(CODECS, 3)}
-_COMPS = dict.fromkeys(x for kind in PARAMS.values() for x in kind.comps.values())
-_INTEGERS = [x for x in _COMPS if not x.is_floating_point]
-_PARAMS = {dtype: i for i, dtype in enumerate(_INTEGERS, 3 + len(_MOMENTS))}
+_PARAMS = {dtype: i for i, dtype in enumerate(COMP_CODES, 3 + len(_MOMENTS))}
 _exact: dict[int, bool] = {}  # by the id of the functions, which the process keeps
 
 
 def can_run(slot: Slot) -> bool:
     """Return True if C++ has codecs for the slot's tensors; `are_exact` tries these."""
-    comp = slot.compensation
-    return comp is None or comp.is_floating_point or slot.dtypes[PARAM] == torch.bfloat16
+    return slot.compensation not in COMP_CODES or slot.dtypes[PARAM] == torch.bfloat16
 
 
 def widens_gradients(slot: Slot, g: Tensor) -> bool:
@@ -78,7 +75,7 @@ def arguments_of(
         if name in coded:
             codes, scale = coded[name]
             found.append(Argument(_MOMENTS[dtypes[codes]], at[codes], at[scale], moves))
-        elif name == PARAM and comp is not None and not comp.is_floating_point:
+        elif name == PARAM and comp in _PARAMS:
             found.append(Argument(_PARAMS[comp], at[PARAM], at[COMP], write and moves))
         else:
             codec = _BFLOAT16 if widens and name == GRAD else 0
@@ -128,8 +125,8 @@ def _is_exact(functions: Native) -> bool:
     for kinds in MOMENTS.values():
         for kind, moment in zip(kinds, (x, x.square())):
             codes = kind.zeros(x).encode(moment, 0.3)
-            codec = _MOMENTS[codes.q.dtype]
-            trials.append((codec, moment, codes, codes.decode(torch.float32)))
+            decoded = codes.decode(torch.float32)
+            trials.append((_MOMENTS[codes.q.dtype], moment, codes, decoded))
     for dtype, codec in _PARAMS.items():
         pair = narrow(x, x.to(torch.bfloat16), x.new_zeros(1003, dtype=dtype))
         trials.append((codec, x, pair, widen(*pair, torch.float32)[1]))

@@ -435,12 +435,12 @@ class Storage(NamedTuple):
 
     @property
     def coded(self) -> bool:
-        """True if moments are stored in codes where possible."""
+        """True if moments are stored in a format such as "8bit" where possible."""
         return isinstance(self.moments, str)
 
     @property
     def rounds(self) -> bool:
-        """True if parameters are rounded at random."""
+        """True if new bfloat16 and float16 weights are rounded up or down at random."""
         return self.param == "stochastic"
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from optimi_func import functional
+from optimi_func.core.storage import STORAGES
 from optimi_func.execution import cpp, kernels, store
 
 
@@ -51,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m optimi_func.warm", description=__doc__)
     parser.add_argument("names", nargs="+", metavar="class", choices=classes)
     parser.add_argument("--dtype", nargs="+", default=["float32"], choices=dtypes)
-    parser.add_argument("--storage", choices=("compact", "exact"))
+    parser.add_argument("--storage", choices=[*STORAGES])
     parser.add_argument("--set", nargs="+", default=[], type=_option, metavar="name=json")
     parser.add_argument("--check", action="store_true", help="only say what is kept")
     args = parser.parse_args()

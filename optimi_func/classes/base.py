@@ -542,7 +542,7 @@ class BaseOptimizer(Fields, Checkpoints):
         places = places_of(self, params) if bound.rule.draws else ()
         rows = list(zip(params, entries, holders))
         found = ClassPlan.of(bound.rule, counting, rows, places)
-        found.plan.rounds = group_storage(group).param == "stochastic"
+        found.plan.rounds = group_storage(group).rounds
         return found
 
     def _step_of(

@@ -147,7 +147,7 @@ def rounding_bits(
     at: list[int],
 ) -> dict[str, list[Noise | None]]:
     """Return the column of random bits to round parameters by, if there are any."""
-    if (storage := group_storage(group)).param != "stochastic":
+    if not (storage := group_storage(group)).rounds:
         return {}
     seeds = [seed_of(storage, p) for p in params]
     rows = zip(at, places_of(optimizer, params), params, seeds)

@@ -15,7 +15,7 @@ from optimi_func.core.distributed import (
     to_local,
     zeros_divided_like,
 )
-from optimi_func.core.rule import ParamStorage, Scalar
+from optimi_func.core.rule import MomentStorage, ParamStorage, Scalar
 from optimi_func.core.torch_private import serializable
 
 GROUP = 64  # elements that share a scale
@@ -98,7 +98,9 @@ class SecondMoment8(NamedTuple):
 
 
 Codes: TypeAlias = Moment8 | SecondMoment8
-# By the dtype of q, in the order of CODECS in codecs.cpp.
+# The formats of moments: the codes of first moments, and those of means of squares.
+MOMENTS: dict[MomentStorage, tuple[type[Codes], ...]] = {"8bit": (Moment8, SecondMoment8)}
+# The same codes by the dtype of q, in the order of CODECS in codecs.cpp.
 CODECS: dict[torch.dtype, type[Codes]] = {torch.int8: Moment8, torch.uint8: SecondMoment8}
 NEAREST = 0.5  # the dither that rounds to the nearest code
 
@@ -221,21 +223,39 @@ def in_own_order(codes: "Codes", p: Tensor) -> "Codes":
 
 # Compensations: the bits of a parameter that its dtype cannot hold
 
+LOW = torch.bfloat16, torch.float16  # dtypes whose parameters can have a compensation
 
-def is_low(dtype: torch.dtype) -> bool:
-    """Return True for float16 and bfloat16, whose parameters can have a compensation."""
-    return dtype in (torch.float16, torch.bfloat16)
+
+class ParamFormat(NamedTuple):
+    """A format of parameters.
+
+    Attributes:
+        comps: The dtype of `kahan_comp` by the dtype of the parameter. A parameter whose
+            dtype is missing has no `kahan_comp`.
+        changes: The dtypes of parameters that the format is meant for. If no parameter has
+            one of them, choosing the format is an error.
+    """
+
+    comps: dict[torch.dtype, torch.dtype]
+    changes: tuple[torch.dtype, ...] = LOW
+
+
+PARAMS: dict[ParamStorage, ParamFormat] = {
+    "plain": ParamFormat({}, ()),
+    "kahan": ParamFormat({x: x for x in LOW}),
+    "kahan8": ParamFormat(dict.fromkeys(LOW, torch.int8)),
+    "exact": ParamFormat({**{x: x for x in LOW}, torch.bfloat16: torch.int16}, LOW[:1]),
+    "stochastic": ParamFormat({}),
+}
+_COMPS = [dtype for kind in PARAMS.values() for dtype in kind.comps.values()]
+# The dtypes of compensations in codes, in the order of CODECS in codecs.cpp. Parameter and
+# compensation are decoded to one float32 number.
+COMP_CODES = dict.fromkeys([dtype for dtype in _COMPS if not dtype.is_floating_point])
 
 
 def remainder_dtype(p: Tensor, param: ParamStorage | None) -> torch.dtype | None:
     """Return the dtype of a parameter's `kahan_comp`, or None if it has none."""
-    if not is_low(p.dtype) or param in ("plain", "stochastic"):
-        return None
-    if param == "kahan8":
-        return torch.int8
-    if param == "exact":
-        return torch.int16 if p.dtype == torch.bfloat16 else p.dtype
-    return p.dtype
+    return PARAMS[param or "kahan"].comps.get(p.dtype)
 
 
 def widen(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from optimi_func.core.codes import Moment8, SecondMoment8, is_eligible
+from optimi_func.core.codes import MOMENTS, Codes, is_eligible
 from optimi_func.core.distributed import ShardSpec
 from optimi_func.core.rule import MomentStorage, Scalar
 from optimi_func.core.torch_private import differentiates, multiplies_bfloat16
@@ -174,25 +174,25 @@ def may_be_differentiated(x: object) -> bool:
 
 def in_codes(p: Tensor, kept: MomentStorage) -> bool:
     """Return True if moments of p are kept in codes."""
-    return kept == "8bit" and is_eligible(p)
+    return isinstance(kept, str) and is_eligible(p)
 
 
 def dtype_in(p: Tensor, kept: MomentStorage) -> torch.dtype:
     """Return the dtype of moments of p that are in no codes."""
-    return p.dtype if kept == "8bit" else kept
+    return p.dtype if isinstance(kept, str) else kept
 
 
-def moment(p: Tensor, kept: MomentStorage) -> Tensor | Moment8:
+def moment(p: Tensor, kept: MomentStorage) -> Tensor | Codes:
     """Return zeros for a first moment of p's gradients, in a dtype or in codes."""
-    return Moment8.zeros(p) if in_codes(p, kept) else wide_moment(p, kept)
+    return MOMENTS[kept][0].zeros(p) if in_codes(p, kept) else wide_moment(p, kept)
 
 
-def second_moment(p: Tensor, kept: MomentStorage) -> Tensor | SecondMoment8:
+def second_moment(p: Tensor, kept: MomentStorage) -> Tensor | Codes:
     """Return zeros for a mean of squares; never float16, where 1e-4 squared is 0.
 
     Beside codes it is float32, for a beta of 0.999: the tensors without codes are small.
     """
-    make = slow_second_moment if kept == "8bit" else wide_second_moment
+    make = slow_second_moment if isinstance(kept, str) else wide_second_moment
     return make(p, kept)
 
 
@@ -207,9 +207,9 @@ def wide_second_moment(p: Tensor, kept: MomentStorage) -> Tensor:
     return torch.zeros_like(p, dtype=torch.float32 if dtype == torch.float16 else dtype)
 
 
-def slow_second_moment(p: Tensor, kept: MomentStorage) -> Tensor | SecondMoment8:
+def slow_second_moment(p: Tensor, kept: MomentStorage) -> Tensor | Codes:
     """Return `slow_moment(p)`, or codes, whose dithered rounding is right on average."""
-    return SecondMoment8.zeros(p) if in_codes(p, kept) else slow_moment(p)
+    return MOMENTS[kept][1].zeros(p) if in_codes(p, kept) else slow_moment(p)
 
 
 def slow_moment(p: Tensor, kept: MomentStorage | None = None) -> Tensor:

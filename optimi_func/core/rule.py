@@ -473,8 +473,13 @@ class Storage(NamedTuple):
 
     @property
     def coded(self) -> bool:
-        """True if moments are stored in 8 bits where possible."""
-        return self.moments == "8bit"
+        """True if moments are stored in a format such as "8bit" where possible."""
+        return isinstance(self.moments, str)
+
+    @property
+    def rounds(self) -> bool:
+        """True if new bfloat16 and float16 weights are rounded up or down at random."""
+        return self.param == "stochastic"
 
 
 StorageLike: TypeAlias = Storage | Literal["compact", "exact"]

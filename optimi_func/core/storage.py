@@ -64,12 +64,12 @@ def storage_of(
             f"Invalid storage: storage={storage!r}: allowed are {sorted(STORAGES)}, "
             "Storage(param=..., moments=...) and None"
         )
-    params = ("plain", "kahan", "kahan8", "exact", "stochastic", None)
+    params = (*codes.PARAMS, None)
     if storage.param not in params:
         raise ValueError(
             f"Invalid storage: storage.param={storage.param!r}: allowed are {params}"
         )
-    if not storage.coded:
+    if storage.moments not in [*codes.MOMENTS]:
         checks.check_state_dtype(storage.moments)
     if type(storage.seed) is not int or not 0 <= storage.seed < 1 << 63:
         raise ValueError(
@@ -81,8 +81,7 @@ def storage_of(
 
 def seed_of(storage: Storage, p: Tensor) -> int | None:
     """Return the seed of a parameter that is rounded at random, or None for others."""
-    rounds = storage.param == "stochastic" and codes.is_low(p.dtype)
-    return storage.seed if rounds else None
+    return storage.seed if storage.rounds and p.dtype in codes.LOW else None
 
 
 def as_dtype(x: Any) -> Any:
@@ -91,11 +90,15 @@ def as_dtype(x: Any) -> Any:
     return dtype if isinstance(dtype, torch.dtype) else x
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
 def group_storage(group: Mapping[str, Any]) -> Storage:
     """Return the storage that a param group asks for."""
     # torch's ZeroRedundancyOptimizer writes the names in a state dict to groups.
-    dtype = as_dtype(group["state_dtype"])
-    return storage_of(group["storage"], group["kahan_sum"], dtype)
+    return storage_of(group["storage"], group["kahan_sum"], as_dtype(group["state_dtype"]))
 
 
 def check_stored(rules: list[Rule], storage: Storage, params: list[Tensor]) -> list[str]:
@@ -103,18 +106,15 @@ def check_stored(rules: list[Rule], storage: Storage, params: list[Tensor]) -> l
 
     The rules and parameters are those of all groups with this storage.
     """
-    stored = storage.param not in ("plain", None)
-    low = [p for p in params if codes.is_low(p.dtype)] if stored else []
-    if storage.param == "exact":
-        low = [p for p in low if p.dtype == torch.bfloat16]
-    if storage.param == "kahan" and not low:
+    changes = codes.PARAMS[storage.param].changes if storage.param else ()
+    idle = bool(changes) and all([p.dtype not in changes for p in params])
+    if storage.param == "kahan" and idle:
         return [checks.IDLE_KAHAN]
-    if stored and params and not low:
-        allowed = "bfloat16" if storage.param == "exact" else "bfloat16 or float16"
+    if idle and params:
         raise ValueError(
             f"Invalid storage: storage.param={storage.param!r}: no parameter is "
-            f"{allowed}: convert the model, or choose param=None, which does not change "
-            "other dtypes"
+            f"{' or '.join(map(dtype_name, changes))}: convert the model, or choose "
+            "param=None, which does not change other dtypes"
         )
     if not storage.coded:
         return []
@@ -122,20 +122,20 @@ def check_stored(rules: list[Rule], storage: Storage, params: list[Tensor]) -> l
         if storage.param == "kahan8":
             return []  # of weights alone
         raise ValueError(
-            f"Invalid storage: storage.moments='8bit': {rules[0].name} keeps no moments "
-            "in 8 bits with these options, so it would change nothing"
+            f"Invalid storage: storage.moments={storage.moments!r}: {rules[0].name} keeps "
+            "no moments in 8 bits with these options, so it would change nothing"
         )
     parts = [as_real(p.detach()) for p in params]
     cut = [codes.has_groups(x) and not codes.is_eligible(x) for x in parts]
     shapes = {tuple(p.shape) for p, is_cut in zip(params, cut) if is_cut}
-    if not shapes:
-        return []
-    return [
-        f"storage.moments='8bit': the shards of parameters of shapes {sorted(shapes)} cut "
-        f"groups of {codes.GROUP} elements, which share a scale: their moments are not "
-        "kept in codes. In checkpoints of torch.distributed.checkpoint they are, so that "
-        "any number of processes can load them"
-    ]
+    text = (
+        f"storage.moments={storage.moments!r}: the shards of parameters of shapes "
+        f"{sorted(shapes)} cut groups of {codes.GROUP} elements, which share a scale: "
+        "their moments are not kept in codes. In checkpoints of "
+        "torch.distributed.checkpoint they are, so that any number of processes can load "
+        "them"
+    )
+    return [text] if shapes else []
 
 
 def keeps_codes(rule: Rule) -> bool:
@@ -143,8 +143,8 @@ def keeps_codes(rule: Rule) -> bool:
     # On the meta device, which takes no memory, zeros_like imports sympy for half a second.
     device = "meta" if "sympy" in sys.modules else "cpu"
     p = torch.empty(128, 64, dtype=torch.float32, device=device)
-    fields = rule.init(p, "8bit", None)
-    return not all(isinstance(field, Tensor) for field in fields)
+    kept = next(iter(codes.MOMENTS))  # all formats of moments are for the same fields
+    return not all(isinstance(field, Tensor) for field in rule.init(p, kept, None))
 
 
 # Fields of a state, in codes or not
@@ -309,8 +309,8 @@ def check_entry(
             raise TypeError(f"{root}{path}[{name!r}]={x!r}: allowed is a tensor")
         if name.endswith(_Q) and x.dtype not in codes.CODECS:
             raise TypeError(
-                f"{root}{path}[{name!r}] has dtype {x.dtype}: allowed are codes, of int8 "
-                "or uint8, as they were saved"
+                f"{root}{path}[{name!r}] has dtype {x.dtype}: allowed are codes, of "
+                f"{' or '.join(map(dtype_name, codes.CODECS))}, as they were saved"
             )
         if name.endswith(_SCALE):
             count = -(-p.numel() // codes.GROUP)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from optimi_func.core.checks import warn_user
-from optimi_func.core.codes import CODECS, Moment8, narrow, widen
+from optimi_func.core.codes import CODECS, COMP_CODES, MOMENTS, narrow, widen
 from optimi_func.core.runtime import runtime
 from optimi_func.core.storage import COMP, GRAD, PARAM, coded_in
 from optimi_func.execution.cpp import Native, native
@@ -29,16 +29,16 @@ class Argument(NamedTuple):
     written: bool
 
 
-# Indices in CODECS: of moments and parameters, by the dtype of the codes or compensation.
-_MOMENTS = {dtype: i for i, dtype in enumerate(CODECS, 1)}
-_PARAMS = {torch.int8: 3, torch.int16: 4}
-_BFLOAT16, _HALVES = 5, 6
+# Indices in CODECS of codecs.cpp: of moments and parameters, by the dtype of the codes or
+# compensation, in the order in which `core.codes` lists them.
+_BFLOAT16, _HALVES = 1, 2
+_MOMENTS = {dtype: i for i, dtype in enumerate(CODECS, 3)}
+_PARAMS = {dtype: i for i, dtype in enumerate(COMP_CODES, 3 + len(_MOMENTS))}
 
 
 def can_run(slot: Slot) -> bool:
     """Return True if C++ has codecs for the slot's tensors; `are_exact` tries these."""
-    comp = slot.compensation
-    return comp is None or comp.is_floating_point or slot.dtypes[PARAM] == torch.bfloat16
+    return slot.compensation not in COMP_CODES or slot.dtypes[PARAM] == torch.bfloat16
 
 
 def widens_gradients(slot: Slot, g: Tensor) -> bool:
@@ -75,7 +75,7 @@ def arguments_of(
         if name in coded:
             codes, scale = coded[name]
             found.append(Argument(_MOMENTS[dtypes[codes]], at[codes], at[scale], moves))
-        elif name == PARAM and comp is not None and not comp.is_floating_point:
+        elif name == PARAM and comp in _PARAMS:
             found.append(Argument(_PARAMS[comp], at[PARAM], at[COMP], write and moves))
         else:
             codec = _BFLOAT16 if widens and name == GRAD else 0
@@ -122,10 +122,11 @@ def _is_exact(functions: Native) -> bool:
     x = torch.randn(1003, generator=generator, **how).mul(1e-3)
     x[::97] = 0.0
     trials: list[tuple[int, Tensor, tuple[Tensor, Tensor], Tensor]] = []
-    for dtype, codec in _MOMENTS.items():
-        moment = x if CODECS[dtype] is Moment8 else x.square()
-        codes = CODECS[dtype].zeros(x).encode(moment, 0.3)
-        trials.append((codec, moment, codes, codes.decode(torch.float32)))
+    for kinds in MOMENTS.values():
+        for kind, moment in zip(kinds, (x, x.square())):
+            codes = kind.zeros(x).encode(moment, 0.3)
+            decoded = codes.decode(torch.float32)
+            trials.append((_MOMENTS[codes.q.dtype], moment, codes, decoded))
     for dtype, codec in _PARAMS.items():
         pair = narrow(x, x.to(torch.bfloat16), x.new_zeros(1003, dtype=dtype))
         trials.append((codec, x, pair, widen(*pair, torch.float32)[1]))

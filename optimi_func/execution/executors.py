@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from optimi_func.core.checks import warn_user
-from optimi_func.core.codes import GROUP, is_low
+from optimi_func.core.codes import GROUP, LOW
 from optimi_func.core.leaf import FACTS, Size, requests
 from optimi_func.core.lists import chunks, grouped
 from optimi_func.core.packed import is_capturing
@@ -259,7 +259,7 @@ def _kernel(
     # step runs the code that writes to new tensors, on in-place arguments. With AVX-512 a
     # step of 8-bit moments takes 7.2 ms in place of 11.8 with Kahan compensations, and 4.8
     # in place of 8.7 with plain bfloat16 weights; with AVX2 there is no difference.
-    mixed = len({*map(is_low, own.values())}) > 1
+    mixed = len({x in LOW for x in own.values()}) > 1
     listed = updates_lists(u.g.device)
     simple = write and not has_means and not u.given
     if mixed and listed and slot.in_place and simple:

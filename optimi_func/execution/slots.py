@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func.core.codes import is_dense, same_order
+from optimi_func.core.codes import COMP_CODES, is_dense, same_order
 from optimi_func.core.distributed import ShardSpec, shards_of
 from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.lists import grouped
@@ -110,18 +110,15 @@ class Slot(NamedTuple):
     @property
     def coded(self) -> bool:
         """Return True if a tensor has to be decoded for the rule."""
-        comp = self.compensation
-        whole = comp is not None and not comp.is_floating_point
-        return whole or bool(coded_in(self.dtypes))
+        return self.compensation in COMP_CODES or bool(coded_in(self.dtypes))
 
     @property
     def decoded(self) -> dict[str, torch.dtype]:
         """Return the dtypes of what the rule computes with, by name."""
-        comp, found = self.compensation, dict[str, torch.dtype]()
+        merged, found = self.compensation in COMP_CODES, dict[str, torch.dtype]()
         pairs = coded_in(self.dtypes)
         fields = {codes: field for field, (codes, _) in pairs.items()}
         apart = {scale for _, scale in pairs.values()}
-        merged = comp is not None and not comp.is_floating_point
         for name, dtype in self.dtypes.items():
             if name in fields:
                 found[fields[name]] = torch.float32

@@ -6,10 +6,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from optimi_func.core.codes import CODECS, MOMENTS
 from optimi_func.core.distributed import to_local
 from optimi_func.core.lists import table
 from optimi_func.core.math import iterated_in
-from optimi_func.core.storage import entry_of, group_storage, names_in, seed_of
+from optimi_func.core.storage import dtype_name, entry_of, group_storage, names_in, seed_of
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.convert import Entry, Group
 from optimi_func.state.stored import fresh_like
@@ -42,7 +43,7 @@ def describe(
         if "ns_dtype" in group:
             wide = partial(torch.promote_types, torch.float32)
             found = {
-                _name(group["ns_dtype"] or iterated_in(p.device, wide(p.dtype)))
+                dtype_name(group["ns_dtype"] or iterated_in(p.device, wide(p.dtype)))
                 for p in group["params"]
             }
             lines.append(f"group {i} iterates in {', '.join(sorted(found))} (ns_dtype)")
@@ -71,20 +72,16 @@ def _kept(
         entry = entry_of(leaf.state, leaf.comp)
     local = dict(zip(entry, to_local(list(entry.values()))))
     comp = local.get("kahan_comp")
-    name = _name(p.dtype) + ("" if comp is None else f" + {_name(comp.dtype)}")
+    name = dtype_name(p.dtype) + ("" if comp is None else f" + {dtype_name(comp.dtype)}")
     if seed_of(group_storage(group), p) is not None:
         name += " stochastic"
-    coded = any(key.endswith("_q") for key in local)
-    moments = ["8bit"] if coded else []
+    coded = {CODECS.get(x.dtype) for key, x in local.items() if key.endswith("_q")}
+    moments = [str(name) for name, kinds in MOMENTS.items() if not coded.isdisjoint(kinds)]
     suffixes = ("kahan_comp", "_q", "_scale")
-    moments += [_name(x.dtype) for k, x in entry.items() if not k.endswith(suffixes)]
+    moments += [dtype_name(x.dtype) for k, x in entry.items() if not k.endswith(suffixes)]
     numel = part.numel()
     nbytes = part.nbytes + sum(x.nbytes for x in local.values())
     return name, ", ".join(sorted(set(moments))), numel, numel if coded else 0, nbytes
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _cells(counts: list[int], how: list[str]) -> tuple[str, ...]:

@@ -262,7 +262,7 @@ def decoded(rule: Rule, p: Tensor, entry: Entry) -> Entry:
             result[name] = from_local(decoded, as_real(p))
         elif key not in names or not key.endswith("_scale"):
             # A complex tensor cannot be of pairs in 16 bits.
-            low = p.is_complex() and key in rule.state._fields and codes.is_low(x.dtype)
+            low = p.is_complex() and key in rule.state._fields and x.dtype in codes.LOW
             result[key] = x.float() if low else x
     return {k: stored(p, x) if k in rule.state._fields else x for k, x in result.items()}
 

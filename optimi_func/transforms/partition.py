@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.codes import is_low
+from optimi_func.core.codes import PARAMS
 from optimi_func.core.rule import InitOptions, PureOptimizer, PyTree, check_pure
 from optimi_func.core.storage import keeps_codes, storage_of
 from optimi_func.core.torch_private import serializable
@@ -95,11 +95,8 @@ class Partition(Transform):
         tensors, spec = flatten_params(params)
         places = self._place(params, tensors)
         storage = storage_of(**options)
-        low = {
-            i
-            for i, p in zip(places, tensors)
-            if (p.dtype == torch.bfloat16 if storage.param == "exact" else is_low(p.dtype))
-        }
+        changes = PARAMS[storage.param or "kahan"].changes
+        low = {i for i, p in zip(places, tensors) if p.dtype in changes}
         moments = list(map(_may_keep_moments, self.optimizers))
         parts: list[PyTree] = []
         for i, optimizer in enumerate(self.optimizers):

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from optimi_func import (
     prepare_for_gradient_release,
 )
 from optimi_func.core.rule import Options
+from optimi_func.pure.functional import FunctionalOptimizer
 
 EAGER: dict[str, Any] = {"compile": False}
 CODES = (torch.uint8, torch.int64, torch.float8_e4m3fn, torch.complex64)
@@ -243,8 +245,10 @@ def test_what_is_said_of_a_wrong_call(text: str) -> None:
         SAID[text]()
 
 
-SWITCHES = ("decouple_lr", "maximize", "cautious_decay", "corrected_decay", "cautious")
-MODES = ("kahan_sum", "compile", "foreach", "triton", "gradient_release", "capturable")
+SWITCHES = [x.name for x in fields(FunctionalOptimizer) if x.type is bool]
+MODES = [
+    name for name, kind in Options.__annotations__.items() if kind in (bool, bool | None)
+]
 
 
 @pytest.mark.parametrize("value", ["yes", [1], 2, 1.0, 0.0], ids=repr)

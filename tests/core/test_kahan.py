@@ -263,15 +263,16 @@ def test_a_weight_after_nan_is_what_was_written() -> None:
 
 @pytest.mark.kernels
 def test_bits_of_another_weight_make_no_nan_in_c() -> None:
+    from optimi_func.execution.codecs import _PARAMS
     from optimi_func.execution.cpp import native
 
-    functions = native()
+    functions, codec = native(), _PARAMS[torch.int16]
     assert functions is not None
     p = torch.arange(1 << 16).to(torch.int32).to(torch.int16).view(BF16)
     for value in (0, 1, -1, 0x7FFF, -0x8000, 1234, -1234):
         rest = torch.full((1 << 16,), value, dtype=torch.int16)
         back = torch.empty(1 << 16)
-        functions.decode(4, p.data_ptr(), rest.data_ptr(), back.data_ptr(), len(back))
+        functions.decode(codec, p.data_ptr(), rest.data_ptr(), back.data_ptr(), len(back))
         wanted = widen(p, rest, F32)[1]
         assert torch.equal(back.isnan(), wanted.isnan())
         kept = ~wanted.isnan()

@@ -24,6 +24,7 @@ import optimi_func
 from optimi_func import AdamW, adamw, compiled
 from optimi_func.core.codes import NEAREST, Moment8, SecondMoment8, narrow, widen
 from optimi_func.core.rule import WHOLE_BATCH, Storage
+from optimi_func.execution import codecs
 from optimi_func.execution.cpp import native
 from optimi_func.execution.launches import ListLaunch
 
@@ -64,7 +65,7 @@ def test_moments_in_c_are_those_of_torch(second: bool, dither: float) -> None:
     zeros = (SecondMoment8 if second else Moment8).zeros(x)
     wanted = zeros.encode(x, dither)
     q, scale = (y.clone() for y in zeros)
-    codec, places = 1 + second, (q.data_ptr(), scale.data_ptr())
+    codec, places = codecs._MOMENTS[q.dtype], (q.data_ptr(), scale.data_ptr())
     functions.encode(codec, x.data_ptr(), *places, len(x), dither)
     assert same_bits(scale, wanted.scale)
     finite = wanted.decode(F32).isfinite()
@@ -86,10 +87,11 @@ def test_exact_in_c_is_that_of_torch() -> None:
     p, rest = torch.zeros_like(x, dtype=BF16), torch.zeros_like(x, dtype=torch.int16)
     wanted = narrow(x, p, rest)
     places = p.data_ptr(), rest.data_ptr()
-    functions.encode(4, x.data_ptr(), *places, len(x), 0.0)
+    codec = codecs._PARAMS[torch.int16]
+    functions.encode(codec, x.data_ptr(), *places, len(x), 0.0)
     assert same_bits(p, wanted[0]) and torch.equal(rest, wanted[1])
     back = torch.empty_like(x)
-    functions.decode(4, *places, back.data_ptr(), len(x))
+    functions.decode(codec, *places, back.data_ptr(), len(x))
     nan = x.isnan()
     assert torch.equal(back.view(torch.int32)[~nan], bits[~nan]) and back[nan].isnan().all()
 
@@ -102,12 +104,13 @@ def test_kahan8_in_c_is_that_of_torch() -> None:
     p, rest = torch.zeros_like(x, dtype=BF16), torch.zeros_like(x, dtype=torch.int8)
     wanted = narrow(x, p, rest)
     places = p.data_ptr(), rest.data_ptr()
-    functions.encode(3, x.data_ptr(), *places, len(x), 0.0)
+    codec = codecs._PARAMS[torch.int8]
+    functions.encode(codec, x.data_ptr(), *places, len(x), 0.0)
     finite = x.isfinite()
     assert torch.equal(p[finite], wanted[0][finite])
     assert torch.equal(rest[finite], wanted[1][finite])
     back = torch.empty_like(x)
-    functions.decode(3, *places, back.data_ptr(), len(x))
+    functions.decode(codec, *places, back.data_ptr(), len(x))
     assert torch.equal(back[finite], widen(*wanted, F32)[1][finite])
     assert not back[~finite].isfinite().any() and (~finite).any()
 

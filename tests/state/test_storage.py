@@ -28,7 +28,9 @@ from torch import Tensor, nn
 
 import optimi_func
 from optimi_func import SGD, Adam, AdamW, Lion, adamw
+from optimi_func.core.codes import MOMENTS, PARAMS
 from optimi_func.core.rule import Rule, Storage
+from optimi_func.core.storage import storage_of
 from optimi_func.rules import Moment, SecondMoment
 
 F32 = torch.float32
@@ -206,6 +208,12 @@ STORAGES: dict[str, Any] = {
 }
 
 
+def test_every_format_is_among_the_storages() -> None:
+    kinds = list(map(storage_of, STORAGES.values()))
+    assert {x.param for x in kinds} >= {*PARAMS}
+    assert {x.moments for x in kinds} >= {*MOMENTS}
+
+
 @pytest.fixture(scope="module")
 def saved() -> dict[str, tuple[Any, dict[str, Any]]]:
     """By storage an optimizer after some steps, and its state from a file."""
@@ -232,7 +240,7 @@ def test_any_storage_loads_into_any_other(source: str, into: str, saved: Any) ->
     assert other.param_groups[0]["storage"] == STORAGES[into]
     if source == into:
         assert_same_bits(optimizer, other)
-    coded = CODED if "8bit" in into or into == "compact" else [False] * len(CODED)
+    coded = CODED if storage_of(STORAGES[into]).coded else [False] * len(CODED)
     assert kept_in_codes(other) == coded
     for p, q in zip(ps, qs):
         rule = adamw(lr=0.1).rule
@@ -402,7 +410,7 @@ def test_a_storage_that_changes_in_mid_run_is_the_storage(before: str, now: str)
     qs, twin = made("adamw", STORAGES[now], BF16)
     train(optimizer, ps, grads[2:])
     train(twin, qs, grads)
-    coded = CODED if "8bit" in now or now == "compact" else [False] * len(CODED)
+    coded = CODED if storage_of(STORAGES[now]).coded else [False] * len(CODED)
     assert kept_in_codes(optimizer) == coded
     for p, q in zip(ps, qs):
         state, known = optimizer.state[p], twin.state[q]
@@ -415,7 +423,8 @@ def test_a_storage_that_changes_in_mid_run_is_the_storage(before: str, now: str)
     # And back.
     optimizer.param_groups[0]["storage"] = STORAGES[before]
     train(optimizer, ps, grads[:1])
-    assert kept_in_codes(optimizer) == (CODED if before == "compact" else [False] * 6)
+    coded = CODED if storage_of(STORAGES[before]).coded else [False] * len(CODED)
+    assert kept_in_codes(optimizer) == coded
 
 
 # What raises

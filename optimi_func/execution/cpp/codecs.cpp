@@ -167,16 +167,17 @@ struct Codec {
     void (*decode)(const void*, const void*, float*, int64_t);
     void (*encode)(const float*, void*, void*, int64_t, float);
 };
-// codecs.py names them by their index.
+// codecs.py names them by their index: first the formats of moments, then those of
+// parameters, in the order in which core/codes.py lists them.
 static const Codec CODECS[] = {
     {0, 0, 1, nullptr, nullptr},
+    {2, 0, 1, decode_bfloat16, nullptr},
+    {2, 0, 1, nullptr, copy_16_bits},
     {1, 4, 64, decode_groups<int8_t, decode_moment>, encode_groups<int8_t, encode_moment>},
     {1, 4, 64, decode_groups<uint8_t, decode_square>,
         encode_groups<uint8_t, encode_square>},
     {2, 1, 1, decode_kahan8, encode_kahan8},
     {2, 2, 1, decode_exact, encode_exact},
-    {2, 0, 1, decode_bfloat16, nullptr},
-    {2, 0, 1, nullptr, copy_16_bits},
 };
 extern "C" void decode(int64_t codec, void* first, void* second, float* x, int64_t n) {
     CODECS[codec].decode(first, second, x, n);

@@ -41,6 +41,7 @@ from optimi_func.core.runtime import runtime
 from optimi_func.core.storage import (
     COMP,
     GRAD,
+    PARAM,
     leaf_in,
     scales_in,
 )
@@ -381,8 +382,13 @@ def _body(key: KernelKey, spec: pytree.TreeSpec, before: dict[str, int]) -> Kern
     rule, names = key.rule, [name for name, _ in key.tensors]
     targets = [] if key.in_place else key.targets
     given = [name for name, _ in key.given]
+    # Dynamo orders a graph's inputs by their first use, and Inductor its loads by that
+    # order. With the state first, Adan's kernel on CUDA has 96 registers in place of 106.
+    first_used = sorted(range(len(names)), key=lambda i: names[i] in (PARAM, GRAD, COMP))
 
     def run(numbers: Tensor, *tensors: Tensor) -> None:
+        for i in first_used:
+            tensors[i].numel()
         left, values = iter(tensors), iter(numbers.unbind())
         own = {name: next(left) for name in names}
         into = {name: next(left) for name in targets} if targets else own

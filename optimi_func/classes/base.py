@@ -542,7 +542,7 @@ class BaseOptimizer(Fields, Checkpoints):
         places = places_of(self, params) if bound.rule.draws else ()
         rows = list(zip(params, entries, holders))
         found = ClassPlan.of(bound.rule, counting, rows, places)
-        found.plan.rounds = group_storage(group).rounds
+        found.plan.rounds_randomly = group_storage(group).rounds
         return found
 
     def _step_of(
@@ -575,7 +575,7 @@ class BaseOptimizer(Fields, Checkpoints):
             counts = [(step, running) for step, _ in counts]
         scalars, after = scalars_after(bound, counts, plan.coded)
         inputs: dict[str, list[Any]] = {}
-        if plan.rounds and request.write:
+        if plan.rounds_randomly and request.write:
             inputs = rounding_bits(self, work.group, params, counts, at)
         if bound.rule.given:
             rows = bound, params, scalars, counts, at

@@ -69,14 +69,14 @@ class Size(NamedTuple):
 
 
 FACTS = "facts"
-Request: TypeAlias = Facts | Round
+Ask: TypeAlias = Facts | Round
 # Returns as many 0-d tensors as a request asks for.
 Answer: TypeAlias = Callable[[Any], list[Tensor]]
 # The numbers that are known, by the name of the request that they answer.
 Known: TypeAlias = Mapping[str, Sequence[Tensor]]
 
 
-def whole_answer(request: Request) -> list[Tensor]:
+def whole_answer(request: Ask) -> list[Tensor]:
     """Answer a request of a step whose tensors are no shards."""
     if isinstance(request, Round):
         return whole_means(request.tensors, request.tops)
@@ -98,7 +98,7 @@ def whole_means(tensors: list[Tensor], tops: int = 0) -> list[Tensor]:
 def answering(known: Known, otherwise: Answer = whole_answer) -> Answer:
     """Return an `Answer` of known numbers, which calls another for what is not known."""
 
-    def answer(request: Request) -> list[Tensor]:
+    def answer(request: Ask) -> list[Tensor]:
         if request.name not in known:
             return otherwise(request)
         return _in_its_dtype(request, known)
@@ -106,7 +106,7 @@ def answering(known: Known, otherwise: Answer = whole_answer) -> Answer:
     return answer
 
 
-def _in_its_dtype(request: Request, known: Known) -> list[Tensor]:
+def _in_its_dtype(request: Ask, known: Known) -> list[Tensor]:
     dtype = request.tensors[0].dtype if isinstance(request, Round) else request.x.dtype
     return [x.to(dtype) for x in known[request.name]]
 
@@ -134,7 +134,7 @@ def _half(x: Tensor) -> Tensor:
 def _learned(rule: Rule, scalars: Scalars, write: bool) -> dict[str, Size]:
     found: dict[str, Size] = {}
 
-    def answer(request: Request) -> list[Tensor]:
+    def answer(request: Ask) -> list[Tensor]:
         answers = whole_answer(request)
         found[request.name] = Size(len(answers), getattr(request, "tops", 0))
         return answers
@@ -248,7 +248,7 @@ def step_requests(
 
     The step is a generator because only its caller knows whether a tensor is the whole
     parameter, a shard of it, or one of many in a list. Wherever the step needs a mean over
-    the whole parameter, it yields a `Request`, and its caller sends the numbers.
+    the whole parameter, it yields an `Ask`, and its caller sends the numbers.
 
     x is the parameter with its compensation, p + comp. State and x are decoded from their
     storage first, and encoded again at the end:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from optimi_func.core.codes import GROUP, is_dense
 from optimi_func.core.leaf import (
-    Request,
+    Ask,
     answering,
     compute_dtype,
     leaf_round,
@@ -267,7 +267,7 @@ def _record(kind: Kind, scalars: Scalars) -> Program:
     leaf, now = with_given(stored, now, given)
     g, sums = tensors[GRAD], list[Tensor]()
 
-    def measured(request: Request) -> list[Tensor]:
+    def measured(request: Ask) -> list[Tensor]:
         answers = whole_answer(request)
         sums.extend(answers if request.name == "sums" else ())
         return answers

@@ -1,9 +1,10 @@
 """The caches of the process, what it has found out and what it has said, in one object.
 
-Nothing here is needed to be right. Every entry is keyed by all that it was made of, or is a
-fact about this machine and this version of torch, so it is never stale; `forget` only makes
-the process begin anew, as after its start. What belongs to one optimizer is in the
-optimizer: `BaseOptimizer._clear_caches` lists it.
+No result depends on what is here. Every entry is keyed by all that it was made of, or is a
+fact about this machine and this version of torch, so it is never stale. `forget` makes the
+process begin anew, as after its start. Functions that `functools` caches, such as a rule
+without its map, depend on their arguments alone and are not here. What belongs to one
+optimizer is in the optimizer: see `BaseOptimizer._clear_caches`.
 """
 
 from dataclasses import dataclass, field

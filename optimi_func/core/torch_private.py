@@ -274,7 +274,7 @@ _NO_DISPATCH = getattr(torch.Tensor, "__torch_dispatch__")  # noqa: B009
 
 # What a launch depends on, besides the addresses. Strides come last, because not every
 # layout has them.
-FACTS: list[Callable[[Tensor], object]] = [
+TENSOR_FACTS: list[Callable[[Tensor], object]] = [
     type,
     *[attrgetter(name) for name in ("layout", "dtype", "shape", "device")],
     Tensor.is_neg,

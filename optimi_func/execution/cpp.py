@@ -169,7 +169,7 @@ def _load() -> Native | None:
             return None
         # What is loaded stays in memory when its file is removed.
         with TemporaryDirectory(prefix="optimi_func-", ignore_cleanup_errors=True) as place:
-            path = _compile(place)
+            path = _build(place)
             store.keep(native_key(), path, None)
             # Not every folder of temporary files is one that code can be loaded from.
             kept = store.find(native_key())
@@ -194,11 +194,11 @@ def _functions_of(path: str) -> Native:
 
 
 def _is_called_here() -> bool:
-    """Return True if `_compile` calls the compiler, False if it lets Inductor do so."""
+    """Return True if `_build` calls the compiler, False if it lets Inductor do so."""
     return _IS_PLAIN and bool(store.compiler()[1])
 
 
-def _compile(place: str) -> str:
+def _build(place: str) -> str:
     """Compile the functions into a folder, or Inductor's, and return the library's path."""
     if not _is_called_here():
         from torch._inductor import config

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from optimi_func.core.leaf import (
     FACTS,
-    Request,
+    Ask,
     Size,
     answering,
     leaf_round,
@@ -198,7 +198,7 @@ class EagerLaunch(Launch):
     def _run_leaf(self, columns: Columns, packed: Packed, answers: _Known) -> list[Tensor]:
         sums: list[Tensor] = []
 
-        def measured(request: Request) -> list[Tensor]:
+        def measured(request: Ask) -> list[Tensor]:
             found = whole_answer(request)
             if request.name == "sums":
                 sums[:] = found

@@ -241,9 +241,9 @@ def _kernel(
     has_means: bool,
     measures: str | None,
 ) -> Kernel:
-    """Compile a kernel for updates like `u`; it is called within `codecs` if `around`.
+    """Compile the kernel for updates like `u` that moves them, or measures a round.
 
-    A step that has means takes several, of which all but one measure a round.
+    If `around`, C++ decodes the state before it calls the kernel, and encodes it after.
     """
     slot = u.slot
     own = slot.decoded if around or not slot.coded else slot.dtypes

@@ -7,7 +7,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from optimi_func.core.torch_private import FACTS
+from optimi_func.core.torch_private import TENSOR_FACTS
 from optimi_func.execution.tensors import uncollected
 
 
@@ -16,7 +16,7 @@ class Guard:
 
     def __init__(self, tensors: Sequence[Tensor], addresses: bool) -> None:
         self._addresses = list(map(Tensor.data_ptr, tensors)) if addresses else None
-        self._facts = [tuple(map(fact, tensors)) for fact in FACTS]
+        self._facts = [tuple(map(fact, tensors)) for fact in TENSOR_FACTS]
         self._check: Callable[..., bool] | None = None  # made when it is first asked
 
     def moved(self, tensors: Sequence[Tensor], fixed: int) -> "Guard | None":
@@ -39,7 +39,7 @@ class Guard:
         if self._check is not None and self._check(*tensors):
             return True
         with uncollected():
-            facts = zip(FACTS, self._facts)
+            facts = zip(TENSOR_FACTS, self._facts)
             if any(tuple(map(fact, tensors)) != was for fact, was in facts):
                 return False
             # torch's guards look at more, such as requires_grad and the thread's modes.

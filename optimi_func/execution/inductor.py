@@ -49,7 +49,7 @@ def compile_flat(function: Kernel, example: Sequence[Tensor], row: int) -> Kerne
     def made() -> Kernel:
         kind = example[0].device.type
         options = _width() if kind == "cpu" else _one_pass()
-        public, code = _compile(function, example, options)
+        public, code = _run_inductor(function, example, options)
 
         def guarded(*tensors: Tensor) -> None:
             # torch.compile guards on shapes, so it gets flat aliases.
@@ -97,7 +97,7 @@ def compile_list_kernel(
             # A key of torch's own cache takes longer to compute than a kernel to generate.
             options["fx_graph_cache"] = False
         change = store_vectors if shaped else conversions
-        _, code = _compile(function, example, options, change)
+        _, code = _run_inductor(function, example, options, change)
         make = shaped_kernel_of if shaped else list_kernel_of
         kernel = None if code is None else make(*code, example)
         if code is None or kernel is None or conversions is None:
@@ -145,7 +145,7 @@ def _one_pass() -> dict[str, object]:
     return {f"realize_{limit}_threshold": 1 << 20 for limit in limits}
 
 
-def _compile(
+def _run_inductor(
     function: Kernel,
     example: Sequence[Tensor],
     options: dict[str, object],

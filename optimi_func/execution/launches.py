@@ -33,7 +33,8 @@ from optimi_func.execution.sums import Part
 from optimi_func.execution.triton_list import DeviceTable, TritonListKernel
 
 T = TypeVar("T")
-_on_host, _raw = attrgetter("on_host"), attrgetter("raw")
+_on_host = attrgetter("on_host")
+_bypasses_autograd = attrgetter("bypasses_autograd")
 
 
 class Launch:
@@ -51,7 +52,8 @@ class Launch:
 
     # True if `run` calls no operation of torch, given scalars that are Python numbers.
     without_torch = False
-    raw = False  # `run` may write past autograd, whose versions then count nothing
+    # True if `run` may write past autograd, whose versions of tensors then count nothing.
+    bypasses_autograd = False
     movable = True  # `readdress` is all that other addresses take
     in_order = True  # its parameters are in the order of the plan
 
@@ -186,7 +188,7 @@ def run_launches(launches: list[Launch], step: Step, joins: bool) -> dict[int, P
     sums: dict[int, Tensor] = {}
     for x in step.packed:
         flagged |= x.finite is not None
-    if not all(map(_raw, launches)):
+    if not all(map(_bypasses_autograd, launches)):
         step = step._replace(room=Room())
     try:
         for launch, known in measured(launches, step):
@@ -211,8 +213,9 @@ def run_launches(launches: list[Launch], step: Step, joins: bool) -> dict[int, P
         if step.columns.in_place:
             error.add_note(
                 f"The step is half done: {done} of {len(step.at)} parameters that go "
-                "together were updated, others perhaps in part, and none was counted. Load "
-                "a checkpoint, do not repeat the step"
+                "together were updated, others perhaps in part, and none was counted. "
+                "Param groups before theirs have stepped. Load a checkpoint, do not repeat "
+                "the step"
             )
         raise
     if not joins:
@@ -251,7 +254,7 @@ def measured(
 def _over_shards(batch: list[Launch], found: list[Tensor], tops: int) -> list[Tensor]:
     """Return means over whole tensors, of those over their local shards.
 
-    So many of the last are maxima.
+    The last `tops` of each row are maxima.
     """
     width = found[0].shape[1]
     rows: dict[int, tuple[Tensor, ShardSpec]] = {}
@@ -297,7 +300,7 @@ def _align(p: Tensor, g: Tensor) -> Tensor:
 class RehearsedLaunch(Launch):
     """Parameters that kernels would update; a rehearsal makes what these are given."""
 
-    raw = True
+    bypasses_autograd = True
 
     def run(self, step: Step, known: Mapping[str, Tensor]) -> None:
         """Make the arguments of the kernels, which are all that is allocated."""
@@ -314,7 +317,7 @@ class KernelLaunch(Launch):
     the answers before it.
     """
 
-    raw = True
+    bypasses_autograd = True
 
     def __init__(
         self,
@@ -375,10 +378,11 @@ class KernelLaunch(Launch):
 class ListLaunch(Launch):
     """Parameters that share list kernels, which are called once for all.
 
-    Its arguments are those of KernelLaunch, but the first kernels measure pieces.
+    It takes what KernelLaunch takes. A kernel that measures a round is called for pieces of
+    the tensors, whose means are averaged here.
     """
 
-    raw = True
+    bypasses_autograd = True
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ from optimi_func.execution.sums import Part
 # Kinds of gradients and scalars for which a plan keeps launches. Ranger has two.
 _KINDS = 8
 
-_raw = attrgetter("raw")
+_bypasses_autograd = attrgetter("bypasses_autograd")
 
 
 def raise_versions(written: list[Tensor]) -> None:
@@ -58,7 +58,7 @@ class Plan:
             slots = [x._replace(place=i) for x, i in zip(slots, places)]
         self.rule, self.slots = rule, slots
         self.coded = any([slot.coded for slot in slots])
-        self.rounds = False  # True if parameters are rounded at random
+        self.rounds_randomly = False  # True if parameters are rounded at random
         # For one layout of gradients each. `backward` gives them that of their parameters.
         self._cached: dict[object, tuple[Guard, _Launches]] = {}
 
@@ -274,7 +274,7 @@ class ClassPlan(Plan):
         that share memory with what is written.
         """
         joins = step.write and self.rule.join is not None
-        if not any(map(_raw, launches)):
+        if not any(map(_bypasses_autograd, launches)):
             written = also_written
         elif step.write and count:
             written = tensors if self.reader.complete else _present(tensors)

@@ -127,7 +127,7 @@ class WholeLaunch(Launch):
     The updates are in the same order on all processes, and `plan` plans the two passes.
     """
 
-    raw, movable, in_order = True, False, False
+    bypasses_autograd, movable, in_order = True, False, False
 
     def __init__(self, rule: Rule, updates: list[Update], plan: _Planner) -> None:
         super().__init__(rule, updates, True)
@@ -329,7 +329,7 @@ def _holders(slot: Slot, fields: list[Tensor]) -> list[Holders]:
 class ShapedLaunch(Launch):
     """Parameters that share a shaped kernel, the largest first."""
 
-    raw, movable, in_order = True, False, False
+    bypasses_autograd, movable, in_order = True, False, False
 
     def __init__(self, rule: Rule, updates: list[Update], kernel: ShapedKernel) -> None:
         updates = sorted(updates, key=lambda u: -u.slot.numel)

@@ -17,7 +17,7 @@ from optimi_func.core import checks
 from optimi_func.core.codes import dither_at, to
 from optimi_func.core.hooks import check_hooks, checked, count_mapped, keyed, with_hooks
 from optimi_func.core.leaf import (
-    Request,
+    Ask,
     leaf_dtype,
     leaf_eval_point,
     leaf_step,
@@ -633,7 +633,7 @@ class FunctionalOptimizer(Kept):
         means: dict[int, list[Tensor]] = {}
         seeds = [None if x.comp is None else seed_in(x.comp) for x in old]
 
-        def answer(request: Request) -> list[Tensor]:
+        def answer(request: Ask) -> list[Tensor]:
             answers = whole_answer(request)
             if request.name == "sums":
                 means[i] = answers

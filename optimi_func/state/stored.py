@@ -33,7 +33,12 @@ from optimi_func.core.storage import (
     own_names,
     state_in,
 )
-from optimi_func.core.torch_private import FACTS, is_plain, is_unwatched, transform_level
+from optimi_func.core.torch_private import (
+    TENSOR_FACTS,
+    is_plain,
+    is_unwatched,
+    transform_level,
+)
 from optimi_func.core.tree import tensor_of
 from optimi_func.pure.casts import called
 from optimi_func.pure.functional import FunctionalOptimizer
@@ -159,7 +164,7 @@ def _facts(p: Tensor, entry: Entry) -> object:
         return None
     if "step" not in entry or entry["step"].device.type != "cpu":
         return None  # nothing to check, or to wait for
-    return *entry, *[tuple(map(fact, tensors)) for fact in FACTS]
+    return *entry, *[tuple(map(fact, tensors)) for fact in TENSOR_FACTS]
 
 
 _PLAIN = {Tensor, torch.nn.Parameter}

@@ -151,7 +151,7 @@ def test_only_an_error_of_the_compiler_is_the_headers(
         return function, None
 
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(inductor, "_compile", compile_)
+    monkeypatch.setattr(inductor, "_run_inductor", compile_)
     monkeypatch.setattr(inductor.cpp, "start", lambda: None)
     monkeypatch.setattr(inductor, "with_vectors", lambda made: made())
     monkeypatch.setattr(inductor, "_width", dict)

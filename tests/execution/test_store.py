@@ -685,7 +685,7 @@ def test_a_warm_store_serves_where_no_compiler_is(place: Path) -> None:
     )
     assert list(place.glob("*.so")) == []
     cold = said_by(COUNTS)
-    assert sorted(cold[:-1]) == ["_compile", "_compile_now"]
+    assert sorted(cold[:-1]) == ["_build", "_compile_now"]
     assert said_by(COUNTS, **nowhere) == cold[-1:]
     code, said = checked(**nowhere)
     assert code == 0 and said.count(": kept\n") == 2
@@ -709,7 +709,7 @@ def counted(module, name):
     made = getattr(module, name)
     setattr(module, name, lambda *given: print(name, end=" ") or made(*given))
 counted(kernels, "_compile_now")
-counted(cpp, "_compile")
+counted(cpp, "_build")
 p = torch.nn.Parameter(torch.ones(9000)); p.grad = torch.ones(9000)
 AdamW([p], lr=0.1, compile=True).step()
 print(p.sum().item())
@@ -724,7 +724,7 @@ def test_of_processes_that_begin_together_one_compiles(place: Path, tmp_path: Pa
     said = sorted((x.communicate()[0].split() for x in running), key=len)
     assert [len(x) for x in said] == [1, 1, 3] and {x.returncode for x in running} == {0}
     assert len({words[-1] for words in said}) == 1
-    assert sorted(said[-1][:2]) == ["_compile", "_compile_now"]
+    assert sorted(said[-1][:2]) == ["_build", "_compile_now"]
     assert len(list(place.glob("*.so"))) == 2
 
 

@@ -600,7 +600,7 @@ warnings.simplefilter("error")
 before = list(warnings.filters)
 SGD([w], lr=0.1).step()
 assert warnings.filters == before
-from optimi_func.execution import kernels
+from optimi_func.core.runtime import runtime
 assert len(runtime.kernels) == 1
 """
 

@@ -85,6 +85,18 @@ def whole_answer(request: Ask) -> list[Tensor]:
     return [numel, *map(whole, request.fields)]
 
 
+def noting_sums(sums: list[Tensor]) -> Answer:
+    """Return `whole_answer`, which also puts the means for `Rule.sums` into a list."""
+
+    def answer(request: Ask) -> list[Tensor]:
+        found = whole_answer(request)
+        if request.name == "sums":
+            sums[:] = found
+        return found
+
+    return answer
+
+
 def whole_means(tensors: list[Tensor], tops: int = 0) -> list[Tensor]:
     """Return the mean of each tensor, and of the last ones the maximum, of no shard."""
     # The mean of no elements is NaN, which derivatives would multiply by 0.
@@ -125,6 +137,11 @@ def requests(rule: Rule, scalars: Scalars, write: bool) -> dict[str, Size]:
     if key not in found:
         found[key] = _learned(rule, pytree.tree_map_only(Tensor, _half, scalars), write)
     return found[key]
+
+
+def rounds_in(asked: Mapping[str, Size]) -> dict[str, Size]:
+    """Return what of the requests of a step has to be measured."""
+    return {name: size for name, size in asked.items() if name != FACTS}
 
 
 def _half(x: Tensor) -> Tensor:

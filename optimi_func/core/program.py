@@ -16,12 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from optimi_func.core.codes import GROUP, is_dense
 from optimi_func.core.leaf import (
-    Ask,
     answering,
     compute_dtype,
     leaf_round,
     leaf_step,
-    whole_answer,
+    noting_sums,
     with_given,
 )
 from optimi_func.core.packed import fill
@@ -267,17 +266,12 @@ def _record(kind: Kind, scalars: Scalars) -> Program:
     leaf, now = with_given(stored, now, given)
     g, sums = tensors[GRAD], list[Tensor]()
 
-    def measured(request: Ask) -> list[Tensor]:
-        answers = whole_answer(request)
-        sums.extend(answers if request.name == "sums" else ())
-        return answers
-
     with torch.no_grad(), _Recorder() as recorder:
         if kind.round is not None:
             every = leaf_round(rule, leaf, g, now, known, kind.write).tensors
             results = dict(zip(map(str, range(len(every))), every))
         else:
-            answer = answering(known, measured)
+            answer = answering(known, noting_sums(sums))
             results = tensors_of(leaf_step(rule, leaf, g, now, kind.write, answer))
     old = tensors_of(stored) if kind.in_place else dict.fromkeys(results)
     results = {name: recorder.of(x) for name, x in results.items()}

@@ -4,22 +4,22 @@ Slices keep the temporaries of a large tensor small, and in a cache. Small tenso
 joined, because a call costs as much as some thousand elements.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import compress
+from collections.abc import Iterator, Mapping
+from itertools import chain, compress
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from optimi_func.core.leaf import (
-    FACTS,
-    Ask,
+    Known,
     Size,
     answering,
     leaf_round,
     leaf_step,
+    noting_sums,
     requests,
-    whole_answer,
+    rounds_in,
     whole_means,
     with_given,
 )
@@ -46,8 +46,6 @@ from optimi_func.execution.tensors import write_back
 # A tensor of so many elements is updated in slices although its step is no program, or
 # measures. `leaf_step` has at most so many temporaries: Adan's with Kahan summation.
 SLICED, TEMPORARIES = 1_000_000, 18
-# The answers that a step is given for one tensor, by the name of the request.
-_Known: TypeAlias = Mapping[str, Sequence[Tensor]]
 # One tensor, or a slice of it, with its state and what is given besides, by name.
 _Tensors: TypeAlias = dict[str, Tensor]
 
@@ -57,7 +55,7 @@ def plan_eager(rule: Rule, updates: list[Update], write: bool) -> list[Launch]:
     if not updates:
         return []
     asked = requests(rule, updates[0].scalars.scalars, write)
-    single = not asked.keys() <= {FACTS}
+    single = bool(rounds_in(asked))
     joins = [not single and u.slot.numel <= JOINED and _is_flat(u) for u in updates]
     launches: list[Launch] = []
     # A kernel takes parameters with several scalars, and leaves some to this.
@@ -92,7 +90,7 @@ class EagerLaunch(Launch):
         if not (self._cut or self.shards or self.keeps):
             self.rounds = {}  # `run` takes them
 
-    def _program(self, packed: Packed, known: _Known, round: str | None) -> Program | None:
+    def _program(self, packed: Packed, known: Known, round: str | None) -> Program | None:
         """Return the program for these numbers and answers, or None.
 
         It updates a tensor, or returns what a round is about.
@@ -141,6 +139,8 @@ class EagerLaunch(Launch):
         """Return the means as one row."""
         packed, answers = step.packed[self._at].folded, self._answers(known)
         made = self._program(packed, answers, name)
+        values = () if made is None else packed.values(self.dtype, self._device)
+        row, room = [*chain.from_iterable(answers.values())], _room(step)
         wholes, offset = list[Tensor](), 0
         for tensors, _ in self._slices(step.columns, made):
             g = tensors[GRAD]
@@ -148,10 +148,8 @@ class EagerLaunch(Launch):
                 leaf, now = self._leaf(tensors, packed)
                 found = leaf_round(self._rule, leaf, g, now, answers, self._write).tensors
             else:
-                room, values = _room(step), packed.values(self.dtype, self._device)
                 buffers = room.buffers(made.buffers, tensors[PARAM])
                 found = [torch.empty_like(g, dtype=x) for x in made.outputs.values()]
-                row = [x for some in answers.values() for x in some]
                 made.run([*tensors.values()], found, buffers, values, row)
             if g.numel() == self._sizes[0]:
                 wholes = found
@@ -162,7 +160,7 @@ class EagerLaunch(Launch):
         # The bits of a mean depend on how its elements are added up.
         return torch.stack(whole_means(wholes, self.rounds[name].tops))[None]
 
-    def _answers(self, known: Mapping[str, Tensor]) -> _Known:
+    def _answers(self, known: Mapping[str, Tensor]) -> Known:
         """Return the answers for the only tensor of this launch."""
         return {name: x[0].to(self.dtype).unbind() for name, x in known.items()}
 
@@ -181,7 +179,7 @@ class EagerLaunch(Launch):
             sums = self._run_joined(step, packed, made)
         else:
             values = packed.values(self.dtype, self._device)
-            row = [x for some in answers.values() for x in some]
+            row = [*chain.from_iterable(answers.values())]
             ((tensors, targets),) = self._each(step.columns)
             size = self._size(tensors[PARAM], made)
             sums = made(tensors, targets, values, _room(step), row, size)
@@ -195,18 +193,12 @@ class EagerLaunch(Launch):
             torch._foreach_copy_(list(map(flat, into[name])), new[name].split(self._sizes))
         return []
 
-    def _run_leaf(self, columns: Columns, packed: Packed, answers: _Known) -> list[Tensor]:
+    def _run_leaf(self, columns: Columns, packed: Packed, answers: Known) -> list[Tensor]:
         sums: list[Tensor] = []
-
-        def measured(request: Ask) -> list[Tensor]:
-            found = whole_answer(request)
-            if request.name == "sums":
-                sums[:] = found
-            return found
 
         for tensors, targets in self._slices(columns, None):
             leaf, scalars = self._leaf(tensors, packed)
-            how = scalars, self._write, answering(answers, measured)
+            how = scalars, self._write, answering(answers, noting_sums(sums))
             # Its temporaries are freed before those of the next slice are made.
             write_back(targets, leaf_step(self._rule, leaf, tensors[GRAD], *how))
         return sums

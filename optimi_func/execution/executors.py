@@ -14,7 +14,7 @@ import torch
 
 from optimi_func.core.checks import warn_user
 from optimi_func.core.codes import GROUP, LOW
-from optimi_func.core.leaf import FACTS, Size, requests
+from optimi_func.core.leaf import Size, requests, rounds_in
 from optimi_func.core.lists import chunks, grouped
 from optimi_func.core.packed import is_capturing
 from optimi_func.core.rehearsal import device_type, is_rehearsed
@@ -108,7 +108,7 @@ def _asked(rule: Rule, u: Update, write: bool) -> dict[str, Size]:
 
 def _rounds(rule: Rule, u: Update, write: bool) -> list[str]:
     """Return the rounds of means that a step takes, by name."""
-    return [name for name in _asked(rule, u, write) if name != FACTS]
+    return [*rounds_in(_asked(rule, u, write))]
 
 
 def _plan_auto(rule: Rule, updates: list[Update], write: bool) -> list[Launch]:
@@ -157,7 +157,8 @@ def _plan_kernels(rule: Rule, updates: list[Update], write: bool) -> list[Launch
     if (why := _why_eager(slot, around)) is not None:
         log_once(f"some steps for {device.type} run eagerly, several times slower: {why}")
         return plan_eager(rule, updates, write)
-    rounds, asked = _rounds(rule, first, write), _asked(rule, first, write)
+    asked = _asked(rule, first, write)
+    rounds = rounds_in(asked)
     if is_rehearsed(device):
         listed = updates_lists(device) or not rounds
         direct, launches = _fitting(rule, updates, write, 1 if listed else 2, around)

@@ -18,7 +18,7 @@ from optimi_func.core.distributed import (
     distribute_like,
     to_local,
 )
-from optimi_func.core.leaf import FACTS, Size
+from optimi_func.core.leaf import FACTS, Size, rounds_in
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.packed import ALIGNMENT
 from optimi_func.core.philox import drawn
@@ -78,7 +78,7 @@ class Launch:
         self._given = bool(first.given)
         self.asked = asked = asked or {}
         # What is measured before `run`.
-        self.rounds = {name: size for name, size in asked.items() if name != FACTS}
+        self.rounds = rounds_in(asked)
         # Sums of a rule that joins them are reduced at the end of the step.
         held = bool(self.rounds) and rule.join is None
         self.shards = [u.slot.shard for u in updates if held and u.slot.shard is not None]
@@ -162,10 +162,8 @@ class Launch:
         `known` has the answers of the requests before it.
         """
         del known
-        (count, tops), device = (
-            self.rounds[name],
-            step.columns.grads[self.positions[0]].device,
-        )
+        count, tops = self.rounds[name]
+        device = step.columns.grads[self.positions[0]].device
         shape = len(self.positions), count
         found = torch.zeros(shape, dtype=torch.float64, device=device)
         found[:, count - tops :] = -math.inf

@@ -17,12 +17,11 @@ from optimi_func.core import checks
 from optimi_func.core.codes import dither_at, to
 from optimi_func.core.hooks import check_hooks, checked, count_mapped, keyed, with_hooks
 from optimi_func.core.leaf import (
-    Ask,
     leaf_dtype,
     leaf_eval_point,
     leaf_step,
+    noting_sums,
     rates,
-    whole_answer,
 )
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.packed import Packed, flatten
@@ -633,12 +632,6 @@ class FunctionalOptimizer(Kept):
         means: dict[int, list[Tensor]] = {}
         seeds = [None if x.comp is None else seed_in(x.comp) for x in old]
 
-        def answer(request: Ask) -> list[Tensor]:
-            answers = whole_answer(request)
-            if request.name == "sums":
-                means[i] = answers
-            return answers
-
         for i, (p, leaf, g) in enumerate(zip(tree.leaves, old, tree.grads)):
             if g is None:
                 continue
@@ -649,6 +642,7 @@ class FunctionalOptimizer(Kept):
             if (seed := seeds[i]) is not None:
                 (bits,) = drawn([Noise(seed, tree.state.step, i, p, torch.int32)], wide)
                 leaf = leaf._replace(comp=bits)
+            answer = noting_sums(means.setdefault(i, []))
             results[i] = leaf_step(self.rule, leaf, g, now, True, answer, wide)
         for i, new in results.items():
             # A rule may return a field unchanged, or an extra, but the results of a step

@@ -16,7 +16,7 @@ from torch._inductor.utils import run_and_get_code
 
 import optimi_func
 from optimi_func import Adam, AdamW, adamw_init, compiled, prepare_for_gradient_release
-from optimi_func.core.leaf import FACTS, init_leaf, requests
+from optimi_func.core.leaf import init_leaf, requests, rounds_in
 from optimi_func.core.packed import Packed
 from optimi_func.core.rule import Rates, Scalars, Storage
 from optimi_func.core.runtime import runtime
@@ -154,7 +154,7 @@ def code_of(name: str, dtype: torch.dtype) -> list[str]:
     leaf = init_leaf(optimizer.rule, optimizer.init_numbers, p, Storage())
     coeffs, _ = optimizer.advance(1, optimizer.rule.running())
     numbers = Packed(Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0)))
-    rounds = [x for x in requests(optimizer.rule, numbers.scalars, True) if x != FACTS]
+    rounds = rounds_in(requests(optimizer.rule, numbers.scalars, True))
     keys = [key_of(optimizer.rule, numbers, leaf, p, x) for x in (*rounds, None)]
     with patch.dict(os.environ, {store.VARIABLE: "0"}):  # what is kept has no code
         _, code = run_and_get_code(lambda: [kernel(key, numbers.scalars) for key in keys])

@@ -27,6 +27,7 @@ from optimi_func.core.leaf import (
     leaf_step,
     rates,
     requests,
+    rounds_in,
 )
 from optimi_func.core.packed import Packed, fill
 from optimi_func.core.rule import Leaf, Rule, Scalars, Storage
@@ -106,7 +107,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     leaf, g = leaves(case, CODES if case in CODED else 2)
     now = scalars(case, T)
     programs: dict[KernelKey, Any] = {}
-    rounds = [name for name in requests(rule, now, True) if name != FACTS]
+    rounds = rounds_in(requests(rule, now, True))
     for part in [*rounds, None]:
         key = key_of(rule, Packed(now), leaf, g, part, offline_cuda.DEVICE)
         own = Path(folder, "move" if part is None else f"mean of {part}")

@@ -57,6 +57,8 @@ class Plan:
         if rule.draws:  # places of the parameters in their optimizer or tree
             slots = [x._replace(place=i) for x, i in zip(slots, places)]
         self.rule, self.slots = rule, slots
+        # Parameters without elements have no launch, though their state may have numbers.
+        self.empty = [i for i, slot in enumerate(slots) if not slot.numel]
         self.coded = any([slot.coded for slot in slots])
         self.rounds_randomly = False  # True if parameters are rounded at random
         # For one layout of gradients each. `backward` gives them that of their parameters.

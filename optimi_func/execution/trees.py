@@ -157,6 +157,10 @@ class TreeUpdate:
             for i, p, g in zip(places, columns.own[PARAM], columns.grads):
                 checks.check_grad(path_of(self._tree.params, i), p, g)
             launches = plan.new_launches(self._executor, inputs)
+        for name, column in () if columns.in_place else columns.own.items():
+            for i in plan.empty:
+                if column[i] is not None:
+                    columns.into[name][i].copy_(column[i])
         joins = write and self._rule.join is not None
         parts = run_launches(launches.calls, inputs, joins)
         sums = {places[i]: part for i, part in parts.items()}

@@ -635,6 +635,9 @@ class FunctionalOptimizer(Kept):
         for i, (p, leaf, g) in enumerate(zip(tree.leaves, old, tree.grads)):
             if g is None:
                 continue
+            if not p.numel():  # as in place, where no launch has it
+                results[i] = pytree.tree_map_only(Tensor, torch.clone, leaf)
+                continue
             wide = leaf_dtype(leaf, g)
             now = cast(scalars[at[i]], wide, p.device)
             if extras or self.rule.draws:

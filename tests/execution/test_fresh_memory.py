@@ -7,6 +7,7 @@ NaN there, it cannot be right by chance.
 from collections.abc import Iterator
 from typing import Any
 
+import cookbook
 import pytest
 import torch
 from cases import CASES, DEFAULTS, MATRICES, Case
@@ -45,8 +46,9 @@ def test_new_memory_is_poisoned(poisoned: None) -> None:
 
 
 def params(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Small tensors that share a launch, and others of their own."""
+    """Small tensors that share a launch, others of their own, and one without elements."""
     shapes = {"a": (3, 4), "b": (3, 4), "c": (5, 2), "d": (7,), "e": (), "large": (96, 96)}
+    shapes["empty"] = (0,)
     torch.manual_seed(0)
     made = {k: torch.randn(shape) for k, shape in shapes.items()}
     made["turned"] = torch.randn(4, 3).t()
@@ -94,6 +96,24 @@ def test_the_eager_step_fills_all_results(
     make, how = trees.TreeUpdate.of, (case, dtype, storage)
     monkeypatch.setattr(trees.TreeUpdate, "of", lambda o, t, _: make(o, t, "eager"))
     check(run(trees.step, *how), run(trees.step_, *how))
+
+
+@pytest.mark.parametrize("name", cookbook.ROWS)
+def test_cookbook_rules_fill_all_results(name: str, poisoned: None) -> None:
+    """Several keep numbers, which a parameter without elements has too."""
+    hyper, more = cookbook.ROWS[name]
+    value = cookbook.rule_of(name).pure(**{"lr": 0.01, **hyper})
+    refuses = value.rule.refuses or (lambda p: None)
+    shapes = [x for x in [(4, 3), (0, 3), (0,), ()] if refuses(torch.ones(x)) is None]
+    drawn = torch.Generator().manual_seed(0)
+    params = [torch.randn(x, generator=drawn) for x in shapes]
+    state = value.init(params)
+    for _ in range(3):
+        grads = [torch.randn(x, generator=drawn) for x in shapes]
+        extras = more["extras"](grads) if "extras" in more else {}
+        params, state = value.step(params, grads, state, **extras)
+        for x in pytree.tree_leaves((params, state)):
+            assert not x.isnan().any()
 
 
 @pytest.mark.parametrize("case", [pytest.param(x, id=x.id) for x in DEFAULTS])

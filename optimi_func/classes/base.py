@@ -9,7 +9,6 @@ docs/house.md follows one step from here to the kernel, and explains the terms.
 
 import inspect
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import KW_ONLY, InitVar
 from difflib import get_close_matches
 from functools import partial
@@ -21,42 +20,36 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, distributed
 
-from optimi_func.classes.copies import check_divides, facts_of
+from optimi_func.classes.copies import check_divides
 from optimi_func.classes.extras import (
     found_extras,
     loss_extra,
-    places_of,
-    rounding_bits,
-    with_extras,
 )
 from optimi_func.classes.fields import EMPTY, Closure, Fields, Float, Params
 from optimi_func.classes.groups import (
-    aligned,
     as_scalar,
-    check_capture,
     check_modes,
     check_numbers,
     check_skip,
-    executor_of,
     likely_mistakes,
     normalize_group,
     plain_numbers,
     take_torchs_decay,
     warn_of_torchs_order,
 )
-from optimi_func.classes.joined import finish, lead_of, publish_running, running_scalars
+from optimi_func.classes.joined import finish, lead_of, publish_running
 from optimi_func.classes.resets import reset
 from optimi_func.classes.skipping import check_unscaled, finite_works
-from optimi_func.classes.without_memory import prepare_without_memory
-from optimi_func.classes.work import Prepared, Request, Work
+from optimi_func.classes.stepping import executor_of, step_groups
+from optimi_func.classes.work import Request, Work
 from optimi_func.core import checks
-from optimi_func.core.distributed import any_distributed, comparable, to_local
+from optimi_func.core.distributed import any_distributed, comparable
 from optimi_func.core.hooks import Hook, restored
 from optimi_func.core.lists import grouped
-from optimi_func.core.owners import Holders, agree, holders_of
-from optimi_func.core.packed import flatten, is_capturing
-from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Named, Scalar, StorageLike
-from optimi_func.core.storage import PARAM, group_storage
+from optimi_func.core.owners import Holders, holders_of
+from optimi_func.core.packed import flatten
+from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Scalar, StorageLike
+from optimi_func.core.storage import group_storage
 from optimi_func.core.torch_private import (
     between_graphs,
     has_memory,
@@ -66,10 +59,7 @@ from optimi_func.core.torch_private import (
 from optimi_func.execution.cpp import retry, start
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.plans import ClassPlan
-from optimi_func.execution.scalars import pack, scalars_after
-from optimi_func.execution.slots import Columns, Step
 from optimi_func.execution.sums import Part
-from optimi_func.execution.tensors import uncollected
 from optimi_func.pure.casts import PLAIN
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.checkpoints import Checkpoints
@@ -181,6 +171,7 @@ class BaseOptimizer(Fields, Checkpoints):
     step_calls = 0  # updates that move parameters, for `EMA`: several a step under release
     takes_extras = False  # True if a group's rule has extras
     given = MappingProxyType[str, Mapping[Tensor, Tensor]]({})  # by `give`
+    _opt_called: bool  # torch's, by which a scheduler notices that it comes before a step
     # Set by a loss scaler. If found_inf is not 0, the step is skipped. The gradients are
     # divided by grad_scale, if it is set.
     found_inf: ClassVar[Tensor | None] = None
@@ -386,205 +377,9 @@ class BaseOptimizer(Fields, Checkpoints):
         if extras or self.takes_extras:
             found = found_extras(self, {**found, **loss_extra(self, loss), **extras})
         request = Request(not self.optimizer_accumulation, True, found, {}, begin)
-        if parts := self._update(works, request, whole=True):
+        if parts := step_groups(self, works, request, whole=True):
             finish(self, parts, found)
         return loss
-
-    def _update(
-        self, works: list[Work], request: Request, whole: bool = False
-    ) -> dict[Tensor, Part]:
-        """Check all groups and compile their kernels, and then write.
-
-        Args:
-            works: The parameters to update and their gradients, by group.
-            request: What is the same for all of them.
-            whole: True for a step of all groups.
-
-        Returns:
-            The parts of sums over parameters, for `finish_step`.
-        """
-        prepared: list[Prepared] = []
-        divided: dict[int, list[Holders]] = {}
-        lists: list[object] = []
-        for work in works:
-            done = self._prepare(work, request)
-            prepared.append(done)
-            # Only for steps of all groups: gradient release calls this method for each
-            # parameter, and the list of a group is as long as the group.
-            if whole:
-                every: list[Tensor] = work.group["params"]
-                # The plan has only the parameters with gradients. To notice that another
-                # one has been replaced, the ids of all parameters are compared.
-                rest = len(every) > len(work.params)
-                lists += done.plan, tuple(map(id, every)) if rest else len(every)
-            if done.holders:
-                divided[id(work.group)] = done.holders
-        # A plan belongs to one list of parameters, so equal plans mean equal lists.
-        if whole and lists != self._stepped:
-            self.check_lists()
-            if any([len(work.params) > len({*map(id, work.params)}) for work in works]):
-                works = [work.once() for work in works]
-                return self._update(works, request._replace(new_entries={}), whole)
-            self._stepped = lists
-        if request.write and divided:
-            holders = list(chain.from_iterable(divided.values()))
-            agree(holders, facts_of(self, divided, works))
-        self._has_stepped = True
-        if request.write and request.ends:
-            self.step_calls += 1
-            if "step" in self.__dict__:
-                # A scheduler wraps `step`, and warns if nothing has called it. Gradient
-                # release calls `update` instead.
-                self._opt_called = True
-        parts: dict[Tensor, Part] = {}
-        if request.begin is not None:
-            request.begin()
-        if request.new_entries:
-            insert_made(self.state, request.new_entries)
-        for work, done in zip(works, prepared):
-            with (
-                nullcontext()
-                if done.without_torch
-                else kernel_context(work.params[0].device)
-            ):
-                sums = done.run()
-            if sums:
-                parts.update({work.params[i]: part for i, part in sums.items()})
-        return parts
-
-    def _prepare(self, work: Work, request: Request) -> Prepared:
-        """Check and compile the update of a group."""
-        group, params = work.group, work.params
-        if not params:  # other processes may have gradients, and wait for these in `agree`
-            idle = [self.holders_of(group, p) for p in group["params"]]
-            return Prepared(lambda: None, True, [x for x in idle if x is not None])
-        if _is_cuda(params[0]) and is_capturing(params[0].device):
-            check_capture(
-                group, self.path_of, params, self.state, self._factory_of(group)[1]
-            )
-        counting = group["capturable"], False
-        if work.batches is not None:
-            counting = _counting(group["capturable"], work.batches)
-        bound = self.bound_of(group, params, counting[0])
-        if group.get("differentiable"):
-            check_modes(group)  # raises
-        if not request.write:
-            checks.check_moves_state(bound.rule)
-        ids = tuple(map(id, params))
-        key = *_asked(group), *counting, *ids
-        if bound.rule.draws:  # by the positions of the parameters, which may change
-            key = *key, *places_of(self, params)
-        plan, tensors = self._plans.get(key), None
-        if plan is not None and plan.rule is not bound.rule:
-            plan = None
-        if plan is not None:
-            # Looking up each parameter would call Tensor.__hash__, which is Python.
-            alone = len(self.state) == len(ids) and tuple(map(id, self.state)) == ids
-            entries = self.state.values() if alone else map(self.state.get, params)
-            tensors = plan.current(params, list(entries))
-        if plan is None or tensors is None:
-            if not all(map(has_memory, params)):
-                return Prepared(prepare_without_memory(self, work, request), False, [])
-            with uncollected(), kernel_context(params[0].device):
-                plan, tensors = self._new_plan(work, request, bound, counting, plan)
-                self._keep(key, plan)
-        grads = work.grads
-        if plan.viewed:
-            grads = to_local(aligned(partial(self.path_of, group), params, grads))
-        columns = plan.reader.columns(tensors, grads)
-        device = params[0].device if counting[0] else None
-        step, after = self._step_of(work, request, bound, plan, columns, tensors, device)
-        launches = plan.cached_launches(executor := executor_of(group), step)
-        if launches is None:
-            self._check_grads(work, grads, step)
-            launches = plan.new_launches(executor, step)
-        without_torch = launches.without_torch and plan.counts.native is not None
-        without_torch = without_torch and all(map(_on_host, step.packed))
-        # Autograd has not seen that the local shards of these were written.
-        written = params if request.write and plan.viewed else []
-        calls = launches.calls
-        run = partial(plan.run, calls, tensors, step, after, written, request.ends)
-        return Prepared(run, without_torch, plan.holders, plan)
-
-    def _check_grads(self, work: Work, grads: list[Tensor], step: Step) -> None:
-        """Raise if a gradient does not fit its parameter."""
-        if any_distributed(grads):
-            # Raises, because their parameters are none.
-            aligned(partial(self.path_of, work.group), work.params, grads)
-        for p, part, g in zip(work.params, step.columns.own[PARAM], grads):
-            checks.check_grad(self.path_of(work.group, p), part, g)
-
-    def _new_plan(
-        self,
-        work: Work,
-        request: Request,
-        bound: FunctionalOptimizer,
-        counting: tuple[bool, bool],
-        old: ClassPlan | None,
-    ) -> tuple[ClassPlan, list[Any]]:
-        """Return a plan with its tensors, if possible of an old plan.
-
-        It collects new entries in the request.
-        """
-        group, params, made = work.group, work.params, request.new_entries
-        if old is not None and self.state and not (made or counting[0]):
-            # The old plan's entries were checked. If only addresses differ from them, only
-            # the counts need another check.
-            found = old.moved(params, [self.state.get(p, {}) for p in params])
-            if found and found.plan.counts.valid:
-                return found
-        how = bound, group_storage(group), counting[0]
-        named = [(self.path_of(group, p), p) for p in params]
-        entries = [ensure_state(self.state, made, *pair, *how) for pair in named]
-        if old is not None and (found := old.moved(params, entries)) is not None:
-            return found
-        holders = [self.holders_of(group, p, path) for path, p in named]
-        places = places_of(self, params) if bound.rule.draws else ()
-        rows = list(zip(params, entries, holders))
-        found = ClassPlan.of(bound.rule, counting, rows, places)
-        found.plan.rounds_randomly = group_storage(group).rounds
-        return found
-
-    def _step_of(
-        self,
-        work: Work,
-        request: Request,
-        bound: FunctionalOptimizer,
-        plan: ClassPlan,
-        columns: Columns,
-        tensors: list[Any],
-        device: torch.device | None,
-    ) -> tuple[Step, Sequence[Named]]:
-        """Return the tensors and numbers of a step, and the running scalars after it.
-
-        Args:
-            work: The parameters and gradients.
-            request: What is the same for all groups.
-            bound: The pure optimizer with the group's hyperparameters.
-            plan: The plan of the parameters.
-            columns: The tensors of the parameters, their gradients and their state.
-            tensors: The tensors of each parameter's state.
-            device: Where running scalars are computed. None: on the host.
-        """
-        params = work.params
-        counts, at = plan.counts.now(tensors), plan.counts.at
-        if bound.rule.join is not None:
-            made, known = request.new_entries, self.state
-            new = [made[p] for p in params if p in made and "step" not in known.get(p, {})]
-            running = running_scalars(self, bound, work.group, new, device)
-            counts = [(step, running) for step, _ in counts]
-        scalars, after = scalars_after(bound, counts, plan.coded)
-        inputs: dict[str, list[Any]] = {}
-        if plan.rounds_randomly and request.write:
-            inputs = rounding_bits(self, work.group, params, counts, at)
-        if bound.rule.given:
-            rows = bound, params, scalars, counts, at
-            scalars, at, extras = with_extras(self, request.extras, *rows)
-            inputs = extras | inputs
-        if inputs:
-            columns = columns._replace(given=inputs)
-        packed, at = pack(bound.rule, scalars, at, work.batches, request.write)
-        return Step(columns, packed, at, request.write), after
 
     def init_state(self) -> None:
         """Create the state of every trainable parameter that has none.
@@ -647,14 +442,14 @@ class BaseOptimizer(Fields, Checkpoints):
         """Update parameters by the given gradients, each a part or all of a step's.
 
         Gradient release calls this; `p.grad` is neither read nor written. For write, count
-        and the result see `Request` and `_update`.
+        and the result see `Request` and `step_groups`.
         """
         self.check_train_mode("an update")
         check_unscaled(self)
         self._empty_steps = None  # gradients need not be in p.grad
         rows = grouped(zip(params, grads, microbatches), lambda x: id(self.group_of(x[0])))
         works = [Work(self.group_of(x[0][0]), *map(list, zip(*x))) for x in rows.values()]
-        return self._update(works, Request(write, count, self.given, {}))
+        return step_groups(self, works, Request(write, count, self.given, {}))
 
     def check_accumulates(self) -> None:
         """Raise if the state of a group cannot accumulate a step's gradient in parts."""
@@ -941,20 +736,6 @@ class BaseOptimizer(Fields, Checkpoints):
         """Show the running scalars of a state that was loaded or reset in the groups."""
         for group in self.param_groups:
             publish_running(self, group)
-
-    def _keep(self, key: object, plan: ClassPlan) -> None:
-        """Keep a plan, in the place of the oldest if there are too many."""
-        most = _LISTS + sum([len(group["params"]) for group in self.param_groups])
-        while len(self._plans) >= most:
-            self._plans.pop(next(iter(self._plans)), None)
-        self._plans[key] = plan
-
-
-def _counting(capturable: bool, microbatches: list[Microbatch]) -> tuple[bool, bool]:
-    """Return whether steps are counted on the device, and if so for each parameter."""
-    flags = [m.finite for m in microbatches]
-    on_device = capturable or any([flag is not None for flag in flags])
-    return on_device, on_device and len(set(map(id, flags))) > 1
 
 
 _RUNS = {"auto": "compiled if a compiler is found", "kernels": "compiled"}

@@ -19,7 +19,6 @@ from optimi_func.core.distributed import redistribute_like
 from optimi_func.core.hooks import is_hook
 from optimi_func.core.rule import Rule, Storage
 from optimi_func.core.storage import as_dtype, check_stored, group_storage
-from optimi_func.execution.executors import Executor
 from optimi_func.pure.casts import PLAIN
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.convert import Entry, Group, without_wrappers
@@ -323,14 +322,6 @@ def names_of(groups: list[Group]) -> dict[Tensor, str]:
         own = map(without_wrappers, group.get("param_names", places))
         names.update(zip(group["params"], own))
     return names
-
-
-def executor_of(group: Group) -> Executor:
-    """Return the executor that a group's options ask for."""
-    if group["foreach"] or group["compile"] is False:
-        return "eager"
-    asked = group["compile"] or group["triton"] or group.get("fused")
-    return "kernels" if asked else "auto"
 
 
 def aligned(

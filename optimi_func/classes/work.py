@@ -6,10 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from optimi_func.classes.extras import Extras
-from optimi_func.core.owners import Holders
 from optimi_func.core.rule import Microbatch
-from optimi_func.execution.plans import ClassPlan
-from optimi_func.execution.sums import Part
 from optimi_func.state.convert import Entry, Group
 from optimi_func.state.names import without_repeats
 
@@ -38,20 +35,8 @@ class Request(NamedTuple):
     write: bool  # False: only the state is updated, and the parameters stay
     ends: bool  # False: step counts stay, because further gradients of the step follow
     extras: Extras
-    # An output: the new entries of parameters that had no state. `_prepare` collects them
-    # here, and they become the optimizer's state once nothing can fail any more.
+    # An output: the new entries of parameters that had no state. `GroupUpdate` collects
+    # them here, and they become the optimizer's state once nothing can fail any more.
     new_entries: dict[Tensor, Entry]
     # Called before the first write, when no check can fail any more.
     begin: Callable[[], None] | None = None
-
-
-class Prepared(NamedTuple):
-    """The update of a group, checked and compiled."""
-
-    # Writes the update, and returns the parts of sums over parameters by the position of
-    # the parameter in `Work.params`.
-    run: Callable[[], dict[int, Part] | None]
-    # True if `run` calls no operation of torch, so modes such as autocast do not matter.
-    without_torch: bool
-    holders: list[Holders]  # the processes that divide the matrices
-    plan: ClassPlan | None = None  # of these parameters, if one is kept

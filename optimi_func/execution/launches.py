@@ -440,10 +440,11 @@ class ListLaunch(Launch):
 
     def run(self, step: Step, known: Mapping[str, Tensor]) -> Tensor | None:
         """Update the parameters."""
-        packed, per_row = step.packed, 0
-        own, grads = packed[self._at], self.aligned(step.columns)
-        given = self.given(step.columns) if self._given else {}
-        table = self._table(step.columns, grads, given)
+        columns, packed, per_row = step.columns, step.packed, 0
+        # As `aligned`, without the call: this runs in each step.
+        grads = self.pick(columns.grads) if self._aligned else self.aligned(columns)
+        own, given = packed[self._at], self.given(columns) if self._given else {}
+        table = self._table(columns, grads, given)
         if not known and all(map(_on_host, packed)):
             if len(self._several) == 1:
                 values = own.array(self.dtype)

@@ -7,7 +7,7 @@ edited, the next step notices and makes a new plan. Plans keep no tensor alive.
 from collections.abc import Mapping, Sequence
 from copy import copy
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -22,14 +22,11 @@ from optimi_func.execution.counts import Counts
 from optimi_func.execution.executors import Executor, plan_launches
 from optimi_func.execution.guards import Guard
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.launches import Launch, run_launches
+from optimi_func.execution.launches import Launch
 from optimi_func.execution.slots import Columns, Slot, Step, Update, make_slots
-from optimi_func.execution.sums import Part
 
 # Kinds of gradients and scalars for which a plan keeps launches. Ranger has two.
 _KINDS = 8
-
-_bypasses_autograd = attrgetter("bypasses_autograd")
 
 
 def raise_versions(written: list[Tensor]) -> None:
@@ -147,18 +144,11 @@ class _EntryReader:
         return Columns(grads, own, own)
 
 
-class _Planned(NamedTuple):
-    """The plan of some parameters, with their local tensors as its reader lists them."""
-
-    plan: "ClassPlan"
-    tensors: list[Any]
-
-
 class ClassPlan(Plan):
     """The plan of a class's parameters, which stay where they are.
 
     Make it by `of`. Call `current` before each step: it returns the local tensors, or None
-    if the plan is stale. `reader.columns` arranges them for launches, and `run` writes.
+    if the plan is stale. `reader.columns` arranges them for launches.
     """
 
     def __init__(
@@ -182,7 +172,7 @@ class ClassPlan(Plan):
         counting: tuple[bool, bool],
         rows: list[tuple[Tensor, dict[str, object], Holders | None]],
         places: Sequence[int],
-    ) -> _Planned:
+    ) -> "tuple[ClassPlan, list[Any]]":
         """Plan for parameters with their entries, and the processes that divide their maps.
 
         `counting` is True for step counts on the device, and True if each parameter has its
@@ -206,11 +196,11 @@ class ClassPlan(Plan):
         )
         plan.viewed, plan._lengths = viewed, list(map(len, entries))
         plan.holders = [x for x in holders if x is not None]
-        return _Planned(plan, tensors)
+        return plan, tensors
 
     def moved(
         self, params: list[Tensor], entries: list[dict[str, object]]
-    ) -> _Planned | None:
+    ) -> "tuple[ClassPlan, list[Any]] | None":
         """Return the plan of states that differ in their addresses alone, or None.
 
         It saves 30 to 60 % of a step after `state.clear()`, and 50 to 90 % after a load.
@@ -237,7 +227,7 @@ class ClassPlan(Plan):
             if all([x.movable for x in launches.calls]):
                 calls = [x.moved(columns) for x in launches.calls]
                 plan._cached[kind] = grads, launches._replace(calls=calls)
-        return _Planned(plan, tensors)
+        return plan, tensors
 
     def current(
         self, params: list[Tensor], entries: list[Mapping[str, object] | None]
@@ -260,34 +250,3 @@ class ClassPlan(Plan):
             return tensors if same and self.counts.valid else None
         except (KeyError, TypeError):
             return None  # a field or a whole entry is missing, or is no tensor
-
-    def run(
-        self,
-        launches: list[Launch],
-        tensors: list[Any],
-        step: Step,
-        after: Sequence[object],
-        also_written: list[Tensor],
-        count: bool,
-    ) -> dict[int, Part]:
-        """Write every result, and if `count` is true, count the step; return the sums.
-
-        `after` are the running scalars after the step, and `also_written` are more tensors
-        that share memory with what is written.
-        """
-        joins = step.write and self.rule.join is not None
-        if not any(map(_bypasses_autograd, launches)):
-            written = also_written
-        elif step.write and count:
-            written = tensors if self.reader.complete else _present(tensors)
-            written = written + also_written
-        else:
-            counts = self.counts.tensors(tensors) if count else []
-            outputs = step.columns.written(step.write)
-            written = [x for x in chain(*outputs, counts, also_written) if x is not None]
-        # Before the kernels, whose data put these tensors out of the caches.
-        raise_versions(written)
-        parts = run_launches(launches, step, joins)
-        if count:
-            self.counts.advance(tensors, [] if joins else after, step.packed, step.at)
-        return parts

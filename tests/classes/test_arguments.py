@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import optimi_func as T
 from optimi_func import SGD, Adam, AdamW, Lion, Mixed, Muon, RAdam, adam, adamw
-from optimi_func.classes.groups import executor_of
+from optimi_func.classes.stepping import executor_of
 from optimi_func.rules import Optimizer
 
 EAGER: dict[str, Any] = {"compile": False}

@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 
 import optimi_func
 from optimi_func import SGD, Adam, AdamW, RAdam, Ranger
-from optimi_func.classes import base
+from optimi_func.classes import stepping
 from optimi_func.execution import kernels
 
 CLS = list(CLASSES.values())
@@ -514,7 +514,7 @@ def test_each_group_is_written_in_the_context_of_its_device(monkeypatch) -> None
         p.grad = torch.ones_like(p)
     optimizer = AdamW([{"params": [p]} for p in params], lr=0.1, compile=False)
     optimizer.step()
-    monkeypatch.setattr(base, "kernel_context", noted)
+    monkeypatch.setattr(stepping, "kernel_context", noted)
     optimizer.step()
     assert opened == ["cpu", "meta"]
 

@@ -14,7 +14,7 @@ import torch
 from cases import CLASSES, ELEMENTWISE, MEASURED
 from torch import Tensor
 
-from optimi_func.classes import base
+from optimi_func.classes import stepping
 from optimi_func.execution import executors, kernels, triton_list
 from optimi_func.execution.triton_list import (
     BLOCK,
@@ -55,8 +55,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(executors, "kernel", made.kernel)
     # All addresses are 0 on meta, so any two tensors would count as tied.
     monkeypatch.setattr(executors, "split_twins", lambda updates: [updates])
-    monkeypatch.setattr(base, "has_memory", lambda _: True)  # as a device's would
-    monkeypatch.setattr(base, "kernel_context", lambda _: kernels.kernel_context(CPU))
+    monkeypatch.setattr(stepping, "has_memory", lambda _: True)  # as a device's would
+    monkeypatch.setattr(stepping, "kernel_context", lambda _: kernels.kernel_context(CPU))
     return made
 
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import optimi_func
 from optimi_func import compiled
-from optimi_func.classes import base
+from optimi_func.classes import stepping
 from optimi_func.classes.groups import as_scalar
 from optimi_func.core import packed
 from optimi_func.core.distributed import ShardSpec
@@ -58,8 +58,8 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
     calls: list[tuple[Tensor, ...]] = []
     monkeypatch.setattr(executors, "kernel", lambda *_: lambda *given: calls.append(given))
     # torch knows no autocast for this device.
-    monkeypatch.setattr(base, "has_memory", lambda _: True)  # as a device's would
-    monkeypatch.setattr(base, "kernel_context", lambda _: kernels.kernel_context(CPU))
+    monkeypatch.setattr(stepping, "has_memory", lambda _: True)  # as a device's would
+    monkeypatch.setattr(stepping, "kernel_context", lambda _: kernels.kernel_context(CPU))
     return calls
 
 
@@ -171,9 +171,9 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Begins the capture of a CUDA graph, as far as this package can tell."""
 
     def begin() -> None:
-        for module in (base, kernels, packed, trees):
+        for module in (stepping, kernels, packed, trees):
             monkeypatch.setattr(module, "is_capturing", lambda _: True)
-        monkeypatch.setattr(base, "_is_cuda", lambda _: True)
+        monkeypatch.setattr(stepping, "_is_cuda", lambda _: True)
 
     return begin
 

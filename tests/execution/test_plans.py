@@ -19,7 +19,7 @@ from tiers import built, row
 from torch import Tensor
 
 from optimi_func import SGD, AdamW, StableAdamW
-from optimi_func.classes import base
+from optimi_func.classes import stepping
 from optimi_func.core import checks
 from optimi_func.core.rule import WHOLE_BATCH
 from optimi_func.execution import kernels
@@ -455,9 +455,9 @@ def test_a_state_that_begins_anew_or_is_loaded_keeps_its_launches(how, monkeypat
 def _checks(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Note the paths of the entries that a step checks."""
     seen: list[object] = []
-    ensure = base.ensure_state
+    ensure = stepping.ensure_state
     monkeypatch.setattr(
-        base, "ensure_state", lambda *given: seen.append(given[2]) or ensure(*given)
+        stepping, "ensure_state", lambda *given: seen.append(given[2]) or ensure(*given)
     )
     return seen
 

@@ -376,18 +376,20 @@ class Blocks(nn.Module):
 
 
 def watched(optimizer: Any) -> tuple[list[int], list[int]]:
-    """Note the flops of each update from now on, and how many matrices it has."""
+    """Note the flops of steps from now on, and how many matrices a released update has."""
     flops: list[int] = []
     counts: list[int] = []
-    update = optimizer._update
+    name = "update" if optimizer.defaults["gradient_release"] else "step"
+    run = getattr(optimizer, name)
 
-    def noted(works: Any, *how: Any, **more: Any) -> None:
-        counts.append(sum(p.dim() > 1 for _, ps, *_ in works for p in ps))
+    def noted(*given: Any, **more: Any) -> Any:
+        counts.extend([sum(p.dim() > 1 for p in params) for params in given[:1]])
         with FlopCounterMode(display=False) as counter:
-            update(works, *how, **more)
+            result = run(*given, **more)
         flops.append(counter.get_total_flops())
+        return result
 
-    optimizer._update = noted
+    setattr(optimizer, name, noted)
     return flops, counts
 
 

@@ -226,7 +226,7 @@ def test_the_house_speaks_of_what_is_there() -> None:
 
 
 # The files that a step of AdamW runs through, after its first one.
-STEP = [f"classes/{name}.py" for name in ("base", "groups", "work")]
+STEP = [f"classes/{name}.py" for name in ("base", "groups", "stepping", "work")]
 STEP += [f"execution/{name}.py" for name in ("plans", "guards", "counts", "scalars")]
 STEP += [f"execution/{name}.py" for name in ("slots", "launches", "executors")]
 STEP += [f"execution/{name}.py" for name in ("kernels", "list_kernel")]

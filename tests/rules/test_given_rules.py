@@ -16,6 +16,7 @@ from tiers import few, row
 from torch import Tensor, nn
 
 from optimi_func import compiled, population, prepare_for_gradient_release
+from optimi_func.classes import base
 from optimi_func.core import philox
 from optimi_func.execution import wholes
 from optimi_func.rules import Evaluated, Optimizer, Shaped, Wide, root
@@ -64,20 +65,22 @@ def test_extras_of_a_class_are_those_of_the_pure_step(way: str) -> None:
     assert kept() is None  # which keeps no tensor
 
 
-def test_steps_in_two_threads_have_their_own_extras() -> None:
+def test_steps_in_two_threads_have_their_own_extras(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     net = model()
     before = [p.detach().clone() for p in net.parameters()]
-    optimizer: Any = Weighed(net.parameters(), lr=0.1, compile=False)
-    run = optimizer._update
+    optimizer = Weighed(net.parameters(), lr=0.1, compile=False)
+    run = base.step_groups
 
     def interrupted(*args: Any, **named: Any) -> Any:
-        optimizer._update = run
+        monkeypatch.setattr(base, "step_groups", run)
         other = Thread(target=optimizer.step, kwargs={"weight": 2.0})
         other.start()
         other.join()
         return run(*args, **named)
 
-    optimizer._update = interrupted
+    monkeypatch.setattr(base, "step_groups", interrupted)
     optimizer.step(weight=1.0)
     for p, old in zip(net.parameters(), before):
         assert p.grad is not None

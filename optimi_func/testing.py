@@ -26,6 +26,7 @@ Tensors: TypeAlias = list[Tensor]
 _Row: TypeAlias = tuple[str, float, Callable[[], tuple[Any, Any]]]
 
 _SHAPES = ((128, 64), (7, 5), (5,), (), (0,))
+_DESCENT = 30  # steps
 _DOUBLE = torch.float64
 _DOUBLES: dict[str, Any] = {"dtype": _DOUBLE, "device": "cpu"}
 # The errors that storages may have of float64, and executors of the eager one.
@@ -56,7 +57,10 @@ def check_rule(
     step (foreach, compiled kernels, low precision, gradient release, a resumed run, vmap),
     and with finite differences. The parameters have 0 to 8192 elements with values near 1.
     Some of the gradients are zeros, and each hyperparameter is also tried with the value 0.
-    NaN at lr = 0, where warmups begin, is an error. Derivatives are also compared at
+    With lr = 0, where warmups begin, nothing may move or become NaN. The movement of a
+    parameter may not depend on its place in the list or, unless the rule adds up sums over
+    all parameters, on the other parameters. Steps along the gradient of |p|^2 / 2 may not
+    lead away from 0. Derivatives are also compared at
     gradients of 0, so clamp the argument of a root, both in the rule and in the reference.
     If the rule compares a float hyperparameter with the step number t, pass a value between
     two steps, such as 3.5, because the derivative does not exist at a jump. Each error in
@@ -257,6 +261,14 @@ class _Check:
             and not self.value.every_hook
         ):
             yield "elementwise", 1e-12, self._halves
+        with suppress(ValueError):  # which a rule may raise for lr = 0
+            self.cls.factory(**{**self.hyper, "lr": 0.0})
+            yield "lr of 0", 0.0, self._without_lr
+        if not rule.draws and "z" not in rule.given:  # by the position in the list
+            yield "permuted", 1e-9, self._permuted
+            if rule.join is None and len(self.start) > 1:
+                yield "list in two", 1e-9, self._divided
+        yield "parabola", 1.0, self._parabola
         yield "vmap", 1e-9, self._members
         yield "derivatives", 1e-4, self._slopes
         yield "numbers of 0", 1e-9, self._zeros
@@ -274,6 +286,46 @@ class _Check:
             copies.append(copy.deepcopy(given[-1]))
             params, state = self.value.step(params, g, state, **self.more(g))
         return pytree.tree_leaves(given), pytree.tree_leaves(copies)
+
+    def _without_lr(self) -> tuple[Tensors, Tensors]:
+        """Return the parameters after steps with lr = 0, and before."""
+        lrs = 0.0, torch.zeros((), **_DOUBLES)
+        moves = [x for lr in lrs for x in self.pure(hyper={"lr": lr})]
+        return [p + d for p, d in zip(self.start * 2, moves)], self.start * 2
+
+    def _permuted(self) -> tuple[Tensors, Tensors]:
+        """Return the movements of the parameters in the opposite order, and in order."""
+        places = [*reversed(range(len(self.start)))]
+        return self._part(places), [self.pure()[i] for i in places]
+
+    def _divided(self) -> tuple[Tensors, Tensors]:
+        """Return the movements of two lists, each with a half of the parameters."""
+        places = [*range(len(self.start))]
+        return [*self._part(places[::2]), *self._part(places[1::2])], [
+            self.pure()[i] for i in (*places[::2], *places[1::2])
+        ]
+
+    def _part(self, places: list[int]) -> Tensors:
+        """Return the movements of a list of the parameters with these indices."""
+
+        def some(x: Any) -> Any:
+            return [x[i] for i in places] if isinstance(x, list) else x
+
+        extras = [{name: some(x) for name, x in self.more(g).items()} for g in self.grads]
+        return self.pure(some(self.start), list(map(some, self.grads)), extras=extras)
+
+    def _parabola(self) -> tuple[Tensors, Tensors]:
+        """Return two lists, which differ by parameters that have minimized |p|^2 / 2.
+
+        The second one has the parameters before, so the error is the part of the distance
+        to the minimum that is left.
+        """
+        value = self.cls.factory(**self.hyper)
+        params, state = self.start, value.init(self.start)
+        for _ in range(_DESCENT):
+            grads = [-p if self.hyper.get("maximize") else p.clone() for p in params]
+            params, state = value.step(params, grads, state, **self.more(grads))
+        return [p + q for p, q in zip(self.start, params)], self.start
 
     def _loop(self, reference: Any) -> Tensors:
         result = reference(*copy.deepcopy((self.start, self.grads)), **self.hyper)
@@ -343,8 +395,6 @@ class _Check:
                 pair = [self.pure(hyper=hyper) for hyper in hypers]
             except (TypeError, ValueError):
                 continue  # 0 is not allowed
-            if name == "lr" and any([x.isnan().any() for moved in pair for x in moved]):
-                raise ArithmeticError("lr=0, as where a warmup begins, gives NaN")
             for all_of, moved in zip((got, want), pair):
                 all_of.fields[name] = values = [x.nan_to_num(7.0) for x in moved]
                 all_of += values

@@ -13,7 +13,7 @@ from dataclasses import KW_ONLY, InitVar
 from difflib import get_close_matches
 from functools import partial
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -68,11 +68,6 @@ from optimi_func.state.entry import ensure_state, insert_made, wants_state_alone
 from optimi_func.state.names import Names, Path, homes_in
 
 _version = attrgetter("_version")
-# The cache of plans holds at most this many plans, and one more for each parameter. If the
-# same lists of parameters never come again, as with experts, the oldest plans are dropped.
-_LISTS = 32
-_asked = itemgetter("storage", "kahan_sum", "state_dtype")
-_on_host, _is_cuda = attrgetter("on_host"), attrgetter("is_cuda")
 _grad, _is_none = attrgetter("grad"), partial(is_, None)
 # optimi's users pass these options by position, behind decouple_lr and max_lr.
 POSITIONAL = ("kahan_sum", "foreach", "triton", "gradient_release")
@@ -171,7 +166,6 @@ class BaseOptimizer(Fields, Checkpoints):
     step_calls = 0  # updates that move parameters, for `EMA`: several a step under release
     takes_extras = False  # True if a group's rule has extras
     given = MappingProxyType[str, Mapping[Tensor, Tensor]]({})  # by `give`
-    _opt_called: bool  # torch's, by which a scheduler notices that it comes before a step
     # Set by a loss scaler. If found_inf is not 0, the step is skipped. The gradients are
     # divided by grad_scale, if it is set.
     found_inf: ClassVar[Tensor | None] = None
@@ -634,7 +628,7 @@ class BaseOptimizer(Fields, Checkpoints):
         }
 
     def _clear_caches(self) -> None:
-        """Empty all caches except that of the plans. No cache is pickled."""
+        """Empty the caches, except for plans and names of parameters. None is pickled."""
         self._bound: dict[int, tuple[Any, Any]] = {}
         self._plans: dict[object, ClassPlan] = self.__dict__.get("_plans", {})
         self._has_stepped = False

@@ -94,7 +94,7 @@ def step_groups(
         if "step" in optimizer.__dict__:
             # A scheduler wraps `step`, and warns if nothing has called it. Gradient release
             # calls `BaseOptimizer.update` instead.
-            optimizer._opt_called = True
+            optimizer.__dict__["_opt_called"] = True
     if request.begin is not None:
         request.begin()
     if request.new_entries:
@@ -218,7 +218,7 @@ class GroupUpdate:
         optimizer, bound, request = self._optimizer, self._bound, self._request
         group, params, grads, batches = self.work
         if plan.viewed:
-            grads = to_local(aligned(partial(optimizer.path_of, group), params, grads))
+            grads = self._local_grads()
         columns = plan.reader.columns(tensors, grads)
         counts, at = plan.counts.now(tensors), plan.counts.at
         if bound.rule.join is not None:
@@ -241,6 +241,12 @@ class GroupUpdate:
         packed, at = pack(bound.rule, scalars, at, batches, request.write)
         return Step(columns, packed, at, request.write), after
 
+    def _local_grads(self) -> list[Tensor]:
+        """Return the local gradients of viewed parameters, of which some may be copies."""
+        group, params, grads, _ = self.work
+        path_of = partial(self._optimizer.path_of, group)
+        return to_local(aligned(path_of, params, grads))
+
     def _check_grads(self, step: Step) -> None:
         """Raise if a gradient does not fit its parameter."""
         path_of = partial(self._optimizer.path_of, self.work.group)
@@ -256,14 +262,18 @@ class GroupUpdate:
             if self._write_without_memory is not None:
                 self._write_without_memory()
             return {}
-        step, tensors, counts = self._step, self._tensors, self._request.ends
+        step, tensors, ends = self._step, self._tensors, self._request.ends
+        if plan.viewed and self._request.begin is not None:
+            # `begin` has divided gradients in place, of which the step may have copies.
+            grads = self._local_grads()
+            step = step._replace(columns=step.columns._replace(grads=grads))
         joins = step.write and plan.rule.join is not None
         # Autograd has not seen that the local shards of these are written.
         written = self.work.params if step.write and plan.viewed else []
         if any(map(_bypasses_autograd, self._launches)):
             every = tensors
-            if not (step.write and counts):
-                every = plan.counts.tensors(tensors) if counts else []
+            if not (step.write and ends):
+                every = plan.counts.tensors(tensors) if ends else []
                 every = [*every, *chain(*step.columns.written(step.write))]
             if not (every is tensors and plan.reader.complete):
                 every = [x for x in every if x is not None]
@@ -271,7 +281,7 @@ class GroupUpdate:
         # Before the kernels, whose data put these tensors out of the caches.
         raise_versions(written)
         parts = run_launches(self._launches, step, joins)
-        if counts:
+        if ends:
             after = [] if joins else self._after
             plan.counts.advance(tensors, after, step.packed, step.at)
         return parts

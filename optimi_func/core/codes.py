@@ -412,9 +412,9 @@ class _NotDifferentiable(torch.autograd.Function):
 
 
 _NO_DERIVATIVE = (
-    "a step whose parameters or moments are kept in codes (storage='8bit', 'kahan8', "
-    "'exact') or rounded at random ('stochastic') has no derivative: differentiate one "
-    "with storage=None or dtypes"
+    "a step whose parameters or moments are kept in codes (storage='exact' or 'compact', "
+    "Storage(param='kahan8'), Storage(moments='8bit')) or rounded at random "
+    "(Storage(param='stochastic')) has no derivative: differentiate one with storage=None"
 )
 
 

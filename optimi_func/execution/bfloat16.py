@@ -27,7 +27,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from optimi_func.core.checks import is_first
 from optimi_func.core.runtime import runtime
-from optimi_func.execution.list_kernel import TRIAL, agree
+from optimi_func.execution.list_kernel import TRIAL, kernels_agree
 
 HEADER = Path(__file__).with_name("cpp") / "bfloat16.cpp"
 # Inductor has no setting for additional flags of the compiler, but it writes the value of
@@ -146,7 +146,9 @@ class Conversions:
 
         # In the first trial compensations are larger than a rounding error can be, and are
         # left out. The second has usual ones. Both round up and down.
-        return all(agree(kernel, run, example, 0.0, scale) for scale in (1.0, 2.0**-8))
+        return all(
+            kernels_agree(kernel, run, example, 0.0, scale) for scale in (1.0, 2.0**-8)
+        )
 
 
 class _Operations(Interpreter):

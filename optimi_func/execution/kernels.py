@@ -1,6 +1,6 @@
 """Kernels: the update of one flat tensor, compiled once for each rule and dtypes.
 
-A kernel takes 1-D tensors of any length from 2, and all scalars as one small tensor, so
+A kernel takes 1-D tensors of any length, and all scalars as one small tensor, so
 neither a shape nor a scalar is part of its graph. Grad mode, inference mode and autocast
 are fixed on entry. torch.compile's other guards are left out by calling the generated
 code directly.
@@ -54,7 +54,7 @@ from optimi_func.execution.inductor import (
     compile_list_kernel,
     in_rows,
 )
-from optimi_func.execution.list_kernel import TRIAL, ListKernel, agree
+from optimi_func.execution.list_kernel import TRIAL, ListKernel, kernels_agree
 from optimi_func.execution.shaped import ShapedKernel, trials
 from optimi_func.execution.tensors import write_back
 from optimi_func.execution.triton_list import TritonListKernel
@@ -299,7 +299,7 @@ def _agrees(made: Kernel, key: KernelKey, run: Kernel, count: int) -> bool:
     """Return True if a kernel does about what its function does, on a trial."""
     shapes = trials(len(key.shape)) if key.shape else [()]
     tried = [_example(key._replace(shape=shape), count, TRIAL) for shape in shapes]
-    return all([agree(made, run, example, 0.5, 1.0) for example in tried])
+    return all([kernels_agree(made, run, example, 0.5, 1.0) for example in tried])
 
 
 def _compile_now(

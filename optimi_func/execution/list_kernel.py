@@ -114,7 +114,7 @@ def can_run_in_place(
     replacer = in_place_kernel(
         kernel, [Argument(0, i, i, False) for i in range(len(dtypes))]
     )
-    return agree(replacer, apart, example, 0.0, 1.0)
+    return kernels_agree(replacer, apart, example, 0.0, 1.0)
 
 
 def list_kernel_of(
@@ -134,10 +134,10 @@ def list_kernel_of(
         generated([TRIAL if i < 0 else trial[i] for i in order])
 
     # Inductor promises nothing about its kernels.
-    return kernel if agree(kernel, run, example, 0.0, 1.0) else None
+    return kernel if kernels_agree(kernel, run, example, 0.0, 1.0) else None
 
 
-def agree(
+def kernels_agree(
     kernel: Callable[..., None],
     run: Callable[..., None],
     example: Sequence[Tensor],

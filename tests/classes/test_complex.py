@@ -11,7 +11,7 @@ from cases import CLASSES, ELEMENTWISE, MAPPED, assert_moved_alike
 from torch import Tensor, nn
 
 import optimi_func
-from optimi_func import AdamW, MuonAdamW, Prodigy, ScheduleFreeAdamW, Storage
+from optimi_func import SGD, AdamW, MuonAdamW, Prodigy, ScheduleFreeAdamW, Storage
 
 EAGER: dict[str, Any] = {"compile": False}
 HOW: list[dict[str, Any]] = [EAGER, {"foreach": True}]
@@ -309,3 +309,17 @@ def test_scalars_that_are_summed_or_kept(cls: Any) -> None:
     assert_same(ps, qs)
     shown = [g.get("d") for x in (ours, theirs) for g in x.param_groups]
     assert shown[0] == shown[1]
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+def test_a_scaler_divides_conjugated_gradients_too(lazily: bool) -> None:
+    """A lazily conjugated gradient is copied for the step, before the scaler's division."""
+    w = torch.zeros(3, dtype=torch.complex64, requires_grad=True)
+    g = torch.full((3,), 4.0 + 4.0j)
+    w.grad = g.conj() if lazily else g.conj().resolve_conj()
+    assert w.grad.is_conj() == lazily
+    optimizer = SGD([w], lr=1.0, compile=False)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
+    optimizer.step()
+    assert torch.equal(w.detach(), torch.full((3,), -1.0 + 1.0j))
+    assert torch.equal(w.grad.resolve_conj(), torch.full((3,), 1.0 - 1.0j))

@@ -4,8 +4,9 @@ import re
 from typing import Any, NamedTuple
 
 import pytest
+import reference
 import torch
-from cases import CLASSES, SENSITIVE
+from cases import CLASSES, Case
 from tiers import few
 from torch import Tensor
 
@@ -22,6 +23,10 @@ ROWS = [
     "results apart",
     "reference",
     "elementwise",
+    "lr of 0",
+    "permuted",
+    "list in two",
+    "parabola",
     "vmap",
     "derivatives",
     "numbers of 0",
@@ -153,6 +158,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "vmap",
     ),
     "decays once more for each part": ({"accumulate": lambda c: c}, "accumulate"),
+    "steps that grow the loss": (
+        with_direction(lambda d, g, s, c: d._replace(d=-d.d)),
+        "parabola",
+    ),
     "a second moment that underflows": (
         {
             "init": lambda p, kept: State(
@@ -243,26 +252,20 @@ def test_hyperparameters_and_steps_change_what_is_tried(small: None) -> None:
         check_rule(class_of(), lr=-1.0)
 
 
-# Differences cross a kink of ADOPT's clip, which derivatives do not see.
-# RAdam's first steps at the usual lr are below what bfloat16 can show.
-# NorMuon divides small rows, and Prodigy's d follows differences of weights: both show more
-# of the rounding of bfloat16 gradients.
-ROUNDED = {"bfloat16": 0.2, "bfloat16 exact": 0.2}
-OTHERS: dict[str, Any] = {
-    "normuon": {"steps": 6, "allowed": ROUNDED},
-    "prodigy": {"steps": 6, "allowed": ROUNDED},
-    "adopt": {"allowed": {"derivatives": 0.02}},
-    "schedule_free_radam": {"lr": 0.5},
-    "adadelta": {"steps": 6, "eps": 1.0},  # steps that bfloat16 can show
-    # Bases of gradients of low rank depend on their last bits.
-    **{name: {"steps": 6, "max_precond_dim": 1} for name in SENSITIVE},
-}
-
-
 @pytest.mark.parametrize("name", few(CLASSES, ("adamw", "schedule_free_adamw"), str))
 def test_rules_of_the_package_pass(name: str, small: None) -> None:
-    options = OTHERS.get(name, {"steps": 6})
-    check_rule(CLASSES[name], compile=False, **options)  # type: ignore
+    """Options and bounds of its own are beside its loop."""
+    loop, value = getattr(reference, name), Case(name).functional()
+
+    def paper(params: list[Tensor], grads: list[list[Tensor]], **options: Any) -> Any:
+        lists = [(p, gs) for p, *gs in zip(params, *grads)]
+        # A loop need not know what a tensor without elements is.
+        return [loop(p, gs, **options)[-1] if p.numel() else p for p, gs in lists]
+
+    # Loops are over one parameter, the first of a list.
+    alone = value.rule.join is None and not value.rule.draws
+    options = {"steps": 6, **getattr(loop, "check", {})}
+    check_rule(CLASSES[name], paper if alone else None, compile=False, **options)
 
 
 def test_allowed_sets_the_bounds_of_rows(
@@ -330,6 +333,31 @@ def test_class_bodies_are_checked(small: None) -> None:
     check_rule(Own, loop, compile=False, beta=0.9, steps=6)
     with pytest.raises(AssertionError, match=r"^Twice, 1 rows:\naccumulate: error"):
         check_rule(Twice, loop, compile=False, beta=0.9, steps=6)
+
+
+@pytest.mark.parametrize(
+    ("factors", "rows"),
+    [
+        (lambda count: [2.0] + [1.0] * (count - 1), {"permuted", "list in two"}),
+        (lambda count: [1.0 / count] * count, {"list in two"}),
+    ],
+    ids=["first", "count"],
+)
+def test_a_parameter_moves_by_itself(
+    factors: Any, rows: set[str], small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its place in the list nor the number of the others changes its step."""
+    step = Own.pure.step
+
+    def placed(self: Any, params: Any, grads: Any, state: Any) -> Any:
+        grads = [x * g for x, g in zip(factors(len(grads)), grads)]
+        return step(self, params, grads, state)
+
+    monkeypatch.setattr(Own.pure, "step", placed)
+    with pytest.raises(AssertionError) as error:
+        check_rule(Own, compile=False, beta=0.9, steps=6)
+    found = {row.split(": ")[0] for row in str(error.value).split("\n")}
+    assert {"permuted", "list in two"} & found == rows
 
 
 class Zeroed(Optimizer):
@@ -422,7 +450,10 @@ def test_extras_of_all_gradients_and_no_decay(
     def given(grads: list[Tensor]) -> dict[str, Any]:
         return {"norm": 1.0 + torch.stack([g.norm() for g in grads]).norm()}
 
-    check_rule(Replaced, compile=False, steps=6, extras=given)
+    with pytest.raises(AssertionError, match=r"^Replaced, 1 rows:\nlr of 0: error"):
+        check_rule(Replaced, compile=False, steps=6, extras=given)
+    allowed = {"lr of 0": 0.1}
+    check_rule(Replaced, compile=False, steps=6, extras=given, allowed=allowed)
     rows = [x[:26].strip() for x in capsys.readouterr().out.splitlines()]
     assert "elementwise" in rows and "decay" not in rows
 
@@ -479,9 +510,7 @@ def test_rows_in_bfloat16_compare_moves_with_compensations(small: None) -> None:
 
 
 def test_nan_at_an_lr_of_0_is_caught(small: None) -> None:
-    with pytest.raises(
-        AssertionError, match=r"1 rows:\nnumbers of 0: .*lr=0, as where a wa"
-    ):
+    with pytest.raises(AssertionError, match=r"1 rows:\nlr of 0: error nan "):
         check_rule(Divided, compile=False, steps=6)
 
 

@@ -201,9 +201,10 @@ def test_compiled_functions_and_released_trees_refuse_them() -> None:
 
 
 def test_extras_are_checked_in_every_way() -> None:
-    check_rule(
-        Weighed, compile=False, steps=6, extras=lambda g: {"weight": [x.cos() for x in g]}
-    )
+    def weights(grads: list[Tensor]) -> dict[str, Any]:
+        return {"weight": [2.0 + g.cos() for g in grads]}
+
+    check_rule(Weighed, compile=False, steps=6, extras=weights)
 
 
 def drawn(shape: Any = (1000,), steps: int = 1, place: int = 0, **hyper: Any) -> Any:

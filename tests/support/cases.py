@@ -114,13 +114,10 @@ MEASURED = tuple(
 REFUSE_STATES = tuple(n for n, rule in _RULES.items() if rule.accumulate is None)
 
 
-# Those whose steps depend on the last bits of gradients of low rank, where eigenvalues are
-# equal; their rows in tests of such gradients are in tests of their own.
-SENSITIVE = ("soap", "shampoo")
-
-
-# How many first gradients move nothing, or (SENSITIVE) nothing but decay.
-STILL = {"adopt": 1, "soap": 1, "shampoo": 1, "schedule_free_radam": 4}
+_LOOPS = {name: getattr(reference, name) for name in NAMES}
+# What is said beside the loops of an optimizer: see `reference._path_of`.
+SENSITIVE = tuple(name for name, loop in _LOOPS.items() if getattr(loop, "sensitive", 0))
+STILL = {name: loop.still for name, loop in _LOOPS.items() if getattr(loop, "still", 0)}
 
 
 def _keeps_codes(value: Any) -> bool:

@@ -859,7 +859,11 @@ ROUNDED = {"allowed": {"bfloat16": 0.4, "bfloat16 exact": 0.4}}
 # Hyperparameters other than the defaults, and what else `check_rule` takes.
 ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "adabelief": ({"betas": B, "eps": 1e-3}, {}),
-    "adabound": ({"betas": B, "final": 0.05, "gamma": 0.2}, {}),
+    # The bounds of the rate do not follow lr.
+    "adabound": (
+        {"betas": B, "final": 0.05, "gamma": 0.2},
+        {"allowed": {"lr of 0": 0.1}},
+    ),
     "adahessian": ({"betas": B, "power": 0.8, "eps": 1e-2}, HESSIAN),
     "adam_atan2": ({"betas": B}, {}),
     "adam_mini": ({"betas": B}, {}),
@@ -917,7 +921,11 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"betas": B, "beta": 0.7, "ratio": 1.05, "warm": 3.5},
         {"extras": lambda step: {"total": torch.stack([g.norm() for g in step]).norm()}},
     ),
-    "adago": ({"momentum": 0.8, "most": 2.0, "start": 0.5}, {}),
+    # The least rate does not follow lr.
+    "adago": (
+        {"momentum": 0.8, "most": 2.0, "start": 0.5},
+        {"allowed": {"lr of 0": 1e-3}},
+    ),
     "ano": ({"betas": B, "eps": 1e-2}, {}),
     "bcos": ({"beta": 0.8, "eps": 1e-2}, {}),
     "conda": ({"betas": B, "eps": 1e-2, "gap": 4}, {}),

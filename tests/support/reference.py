@@ -28,6 +28,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -88,6 +89,9 @@ def _path_of(
     start: Callable[[Tensor], State] | None = None,
     direction: Move | None = None,
     tried: Sequence[Options | tuple[Options, Options]] = (),
+    check: Options = MappingProxyType({}),
+    still: int = 0,
+    sensitive: bool = False,
     **defaults: Any,
 ) -> Path:
     """Return the function of `p`, `grads` and options that gives p after each step.
@@ -101,6 +105,10 @@ def _path_of(
         direction: The move that shows the sign of the direction, if `move` does not.
         tried: Options of the optimizer's own, of which each changes the answer. A pair has
             those of the package, and what they are for `move`.
+        check: Arguments of `check_rule` for this optimizer, with their reason in a comment.
+        still: Number of first gradients that move nothing, or nothing but decay.
+        sensitive: True if steps depend on the last bits of gradients of low rank, as those
+            by eigenvectors do where eigenvalues are equal.
         defaults: The defaults of `Common` for this optimizer.
     """
     usual = Common(**defaults)
@@ -114,6 +122,7 @@ def _path_of(
         return _run(own, shown, s, p, grads, replace(usual, **common))
 
     path.tried = [x if isinstance(x, tuple) else (x, x) for x in tried]
+    path.check, path.still, path.sensitive = check, still, sensitive
     return path
 
 
@@ -478,7 +487,14 @@ def adadelta_move(
     return -at.lr * at.masked(d, g) - at.lam * p, new
 
 
-adadelta = _path_of(adadelta_move, "v", "a", tried=[{"rho": 0.7}], decay="l2")
+adadelta = _path_of(
+    adadelta_move,
+    "v",
+    "a",
+    tried=[{"rho": 0.7}],
+    check={"eps": 1.0},  # steps that bfloat16 can show
+    decay="l2",
+)
 
 
 def adamax_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-8) -> Moved:
@@ -579,7 +595,12 @@ def rprop_move(
 
 
 rprop = _path_of(
-    rprop_move, "g", "size", tried=[{"etas": (0.3, 1.5)}, {"step_sizes": (1e-3, 0.1)}]
+    rprop_move,
+    "g",
+    "size",
+    tried=[{"etas": (0.3, 1.5)}, {"step_sizes": (1e-3, 0.1)}],
+    # The least step size does not follow lr, and is taken with lr=0 too.
+    check={"allowed": {"lr of 0": 1e-5}},
 )
 
 
@@ -814,6 +835,8 @@ normuon = _path_of(
     partial(muon_move, row_beta=0.95),
     start=_rows,
     weight_decay=0.1,
+    # Small rows are divided, which shows the rounding of bfloat16 gradients.
+    check={"allowed": {"bfloat16": 0.2, "bfloat16 exact": 0.2}},
     tried=[
         {"row_beta": 0.5},
         {"row_beta": 0.0},
@@ -967,6 +990,10 @@ soap = _path_of(
     "v",
     betas=(0.95, 0.95),
     weight_decay=0.01,
+    # Bases of gradients of low rank depend on their last bits.
+    check={"max_precond_dim": 1},
+    still=1,
+    sensitive=True,
     tried=[
         {"shampoo_beta": 0.8},
         {"precondition_frequency": 3},
@@ -1065,6 +1092,10 @@ shampoo = _path_of(
     "v",
     betas=(0.9, 0.98),
     weight_decay=0.01,
+    # Bases of gradients of low rank depend on their last bits.
+    check={"max_precond_dim": 1},
+    still=1,
+    sensitive=True,
     tried=[
         {"shampoo_beta": 0.8},
         {"precondition_frequency": 3},
@@ -1253,7 +1284,15 @@ def adopt_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6) -> Mov
 
 
 adopt = _path_of(
-    adopt_move, "m", "v", tried=[{"eps": 2.0}], betas=(0.9, 0.9999), decay="l2"
+    adopt_move,
+    "m",
+    "v",
+    tried=[{"eps": 2.0}],
+    # Differences cross a kink of the clip, which derivatives do not see.
+    check={"steps": 12, "allowed": {"derivatives": 0.02}},
+    still=1,
+    betas=(0.9, 0.9999),
+    decay="l2",
 )
 
 
@@ -1403,6 +1442,8 @@ prodigy = _path_of(
     prodigy_move,
     start=prodigy_start,
     betas=(0.9, 0.999),
+    # d follows differences of weights, which shows the rounding of bfloat16.
+    check={"allowed": {"bfloat16": 0.2, "bfloat16 exact": 0.2}},
     tried=[
         {"beta3": 0.9},
         {"d0": 0.1},
@@ -1562,5 +1603,8 @@ schedule_free_radam = _path_of(
     start=_averaging_start_with_v,
     direction=_downhill,
     betas=(0.9, 0.999),
+    # The first steps at the usual lr are below what bfloat16 can show.
+    check={"steps": 12, "lr": 0.5},
+    still=4,
     tried=[{"r": 0.5}, {"weight_lr_power": 1.0}, {"silent_sgd_phase": False}],
 )

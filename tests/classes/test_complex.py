@@ -235,10 +235,8 @@ def test_what_a_step_cannot_take_is_refused_before_it_writes() -> None:
             TypeError, match=r"params\[0\] has dtype torch.complex64: .* maps"
         ):
             CLASSES[name]([p], lr=0.1)
-    with (
-        pytest.warns(UserWarning, match="ComplexHalf"),
-        pytest.raises(TypeError, match="not complex32"),
-    ):
+    with warnings.catch_warnings(), pytest.raises(TypeError, match="not complex32"):
+        warnings.simplefilter("ignore")  # torch warns of the dtype once in a process
         AdamW([nn.Parameter(torch.zeros(2, dtype=torch.complex32))], lr=0.1)
     optimizer = AdamW([p], lr=0.1, **EAGER)
     before = p.detach().clone()

@@ -87,8 +87,12 @@ def plan_launches(
         return launches
     if rule.whole is not None and rule.whole_fields:
         rule = elementwise(rule, False)
-    planners: dict[str, _Planner] = {"auto": _plan_auto, "kernels": _plan_kernels}
-    plan = planners.get(executor, plan_eager)
+    planners: dict[Executor, _Planner] = {
+        "auto": _plan_auto,
+        "kernels": _plan_kernels,
+        "eager": plan_eager,
+    }
+    plan = planners[executor]
 
     # A list kernel takes rows of scalars, if it has to write no means behind them.
     rounds = bool(updates) and bool(_rounds(rule, updates[0], write))

@@ -196,15 +196,6 @@ def test_states_of_torch_load_and_go_back() -> None:
     for p, q, r, start in zip(ps, qs, rs, starts):
         assert torch.equal(p, r)
         assert_moved_alike(start, q.detach(), p.detach(), 1e-11)
-    for more in (
-        {},
-        {"torch_form": True, "flatten": True},
-        {"torch_form": True, "beta1": 0},
-    ):
-        name = [*more, "torch_form"][1 if len(more) > 1 else 0]
-        _, other = started(1, lambda ps: Adafactor(ps, **more, **EAGER))  # noqa: B023
-        with pytest.raises(ValueError, match=f"Adafactor cannot go on with {name}="):
-            other.torch_state_dict()
 
 
 REFUSED = {

@@ -104,7 +104,6 @@ def test_a_model_by_two_norms_is_the_authors_loop() -> None:
         "scion(lr=0.1, split=4).init(torch.ones(3, 2))": (
             "ValueError: split=4 does not divide its 3 rows"
         ),
-        "Scion([torch.ones(3)]).torch_state_dict()": r"ValueError: torch\.optim has no Scion",
     }
 )
 def test_what_it_refuses() -> Scene:

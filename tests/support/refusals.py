@@ -43,7 +43,7 @@ class Refused(NamedTuple):
     """A call, the error that it raises, and a pattern that the error's text contains."""
 
     call: str
-    error: type[Exception]
+    error: tuple[type[Exception], ...]
     text: str
 
     def run(self, scene: Scene, names: Mapping[str, Any] = _NAMES) -> None:
@@ -72,8 +72,10 @@ def refused(
 def rows(table: Mapping[str, str]) -> list[Refused]:
     """Return the rows of a table from calls to the last lines of their tracebacks."""
     parts = [(call, *said.partition(": ")) for call, said in table.items()]
-    known = {**vars(builtins), "OutOfMemoryError": torch.OutOfMemoryError}
-    return [Refused(call, known[kind], text) for call, kind, _, text in parts]
+    return [
+        Refused(call, tuple([getattr(builtins, x) for x in kinds.split("|")]), text)
+        for call, kinds, _, text in parts
+    ]
 
 
 def refuses(

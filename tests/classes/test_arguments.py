@@ -301,14 +301,6 @@ def test_fused_asks_for_the_compiled_step(name: str) -> None:
         assert group["fused"] and group["triton"] is None and "runs: comp" in repr(made)
         group["fused"] = False  # which is read at every step
         assert executor_of(group) == "auto"
-    for key, value in {"compile": False, "foreach": True}.items():
-        text = rf"{key}={value} and .* fused=True\) .* choose one"
-        with pytest.raises(ValueError, match=text):
-            CLASSES[name](params(), lr=0.1, fused=True, **{key: value})
-        with pytest.raises(ValueError, match=text):
-            CLASSES[name]([{"params": params(), "fused": True, key: value}], lr=0.1)
-    with pytest.raises(ValueError, match=r"differentiable=True.*pure functions"):
-        CLASSES[name](params(), lr=0.1, differentiable=True)
 
 
 def moved(cls: Any, groups: Any, **options: Any) -> float:

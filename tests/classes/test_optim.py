@@ -91,8 +91,6 @@ def test_arguments_are_torchs_and_then_ours(name: str) -> None:
         assert (found[key].default, found[key].kind) == (p.default, p.kind)
     rest = [*found.values()][len(known) :]
     assert {p.kind for p in rest} == {inspect.Parameter.KEYWORD_ONLY}
-    with pytest.raises(TypeError, match=f"{name} has no argument 'lrr': did you mean 'lr'"):
-        ours([torch.ones(2, 2)], lrr=0.1)
 
 
 @pytest.mark.filterwarnings("ignore:betas")
@@ -110,9 +108,6 @@ def test_what_torch_takes_besides(name: str) -> None:
     low = torch.ones(2, 2, dtype=torch.bfloat16, requires_grad=True)
     made = getattr(optim, name)([low], storage=Storage("exact"))
     assert made.param_groups[0]["storage"].param == "exact"
-    w.grad = torch.ones(2, 2).to_sparse()
-    with pytest.raises(TypeError, match=r"torch\.optim\.SparseAdam"):
-        getattr(optim, name)([w], **EAGER).step()
 
 
 def test_public_names_mean_what_they_mean_in_torch() -> None:

@@ -56,6 +56,10 @@ CALLS = {
     "AdamW([w], state_dtype='single9')": "TypeError: state_dtype=single9",
     "AdamW([w], compile='max')": "TypeError: Invalid compile: compile='max'",
     "AdamW([w], foreach=True, compile=True)": "ValueError: choose one",
+    "AdamW([w], fused=True, compile=False)": r"ValueError: compile=False and .* fused=True\) ",
+    "AdamW([w], fused=True, foreach=True)": r"ValueError: foreach=True and .* fused=True\) ",
+    "AdamW([{'params': [w], 'fused': True, 'foreach': True}])": "ValueError: choose one",
+    "AdamW([w], differentiable=True)": "ValueError: differentiable=True.*pure functions",
     "AdamW([w], triton=True, compile=False)": "ValueError: choose one",
     "AdamW([w], lr=0.0, decouple_lr=True)": (
         "ValueError: max_lr=None with lr=0.0: .* the largest learning rate that will be"

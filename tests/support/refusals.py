@@ -12,15 +12,18 @@ have statements before it, which prepare what it refuses:
 
 The function makes the objects of one row, and returns them by name. The calls also see the
 names of its module, of optimi_func and of its rooms. After the call, every one of these
-objects has to be what it was before: the elements of tensors, the parameters and buffers of
-modules, the groups and the state of optimizers, and whatever has a `state_dict`.
+objects has to be what it was before: the elements of tensors, the parameters, buffers and
+hooks of modules, the groups and the state of optimizers, and whatever has a `state_dict`.
 """
 
 import ast
 import builtins
+import copy
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -33,7 +36,8 @@ from optimi_func import hooks, population, rules, schedules, transforms
 
 Scene: TypeAlias = dict[str, Any]
 _ROOMS = (rules, schedules, hooks, transforms, optimi_func)
-_NAMES: Scene = {"torch": torch, "nn": nn, "math": math, "np": np}
+_NAMES: Scene = {"torch": torch, "nn": nn, "np": np, "optimi_func": optimi_func}
+_NAMES |= {"math": math, "copy": copy, "dataclasses": dataclasses, "partial": partial}
 for _room in _ROOMS:
     _NAMES |= {k: x for k, x in vars(_room).items() if k[0] != "_"}
 _NAMES |= {"nan": math.nan, "inf": math.inf, "population": population}
@@ -105,7 +109,8 @@ def _bits(x: Any) -> Any:
     if isinstance(x, Tensor):
         return str(x.dtype), tuple(x.shape), _elements(x)
     if isinstance(x, nn.Module):
-        return [_bits(dict(x.named_parameters())), _bits(dict(x.named_buffers()))]
+        hooks = [len(p._post_accumulate_grad_hooks or ()) for p in x.parameters()]
+        return [_bits(dict(x.named_parameters())), _bits(dict(x.named_buffers())), hooks]
     if isinstance(x, torch.optim.Optimizer):
         return [_bits(x.param_groups), _bits(list(x.state.values()))]
     if isinstance(x, Mapping):

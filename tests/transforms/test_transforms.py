@@ -1122,12 +1122,6 @@ def test_wrong_states_and_trees(row: Row) -> None:
     for other in (S.init(params), {}, None, state.inner if hasattr(state, "inner") else 1):
         with pytest.raises(TypeError, match=r"is not the \w+State that \w+ needs"):
             optimizer.step(params, g, other)
-    with pytest.raises(ValueError, match=r"grads and params differ.*\['b'\]"):
-        optimizer.step(params, {"w": g["w"]}, state)
-    with pytest.raises(ValueError, match=r"grads\['w'\] has shape \(3,\)"):
-        optimizer.step(params, {"w": g["b"], "b": g["b"]}, state)
-    with pytest.raises(ValueError, match="holds no tensor"):
-        optimizer.init({})
 
 
 @pytest.mark.full

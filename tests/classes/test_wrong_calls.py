@@ -40,9 +40,7 @@ CALLS = {
     "compiled.adamw_step(tree, tree, state, lr=1, ep=1)": (
         "TypeError: adamw has no argument 'ep': did you mean 'eps'"
     ),
-    "Mixed(nn.Linear(2, 2), storag='exact')": (
-        "TypeError: has no argument 'storag': did you mean"
-    ),
+    "Mixed(nn.Linear(2, 2), storag='exact')": "TypeError: has no argument 'storag': did",
     "MuonAdamW(nn.Linear(2, 2), storag='exact')": (
         "TypeError: has no argument 'storag': did you mean"
     ),
@@ -56,8 +54,10 @@ CALLS = {
     "AdamW([w], state_dtype='single9')": "TypeError: state_dtype=single9",
     "AdamW([w], compile='max')": "TypeError: Invalid compile: compile='max'",
     "AdamW([w], foreach=True, compile=True)": "ValueError: choose one",
-    "AdamW([w], fused=True, compile=False)": r"ValueError: compile=False and .* fused=True\) ",
-    "AdamW([w], fused=True, foreach=True)": r"ValueError: foreach=True and .* fused=True\) ",
+    "AdamW([w], fused=True, compile=False)": (
+        r"ValueError: compile=False and .* fused=True\) "
+    ),
+    "AdamW([w], fused=True, foreach=True)": r"ValueError: foreach=True and .* fused=True\)",
     "AdamW([{'params': [w], 'fused': True, 'foreach': True}])": "ValueError: choose one",
     "AdamW([w], differentiable=True)": "ValueError: differentiable=True.*pure functions",
     "AdamW([w], triton=True, compile=False)": "ValueError: choose one",

@@ -174,15 +174,13 @@ REFUSED = {
     "('*', AdamW)": "TypeError: has no init or no step",
     "('*', chain(clip_global_norm(1.0), adam))": "TypeError: no transforms of them",
     "('*', adamw(lr=lambda i: 1))": LR,
-    "('*', adamw(weight_decay={'a': 1.0}))": (
-        "TypeError: Invalid weight_decay: weight_decay={"
-    ),
+    "('*', adamw(weight_decay={'a': 1.0}))": "TypeError: Invalid weight_decay",
 }
 CALLS = {f"Mixed(named, {parts})": text for parts, text in REFUSED.items()} | {
     "Mixed(model.parameters(), ('*', adam))": (
         "ValueError: by name, and got some without.*named_parameters"
     ),
-    "Mixed(named, ('*', adam), zz=1)": r"TypeError: no argument 'zz': allowed are \['params'",
+    "Mixed(named, ('*', adam), zz=1)": r"TypeError: no argument 'zz': allowed are",
     "optimizer.param_groups[0]['rule'] = 'lion'; optimizer.step()": (
         r"ValueError: rule='lion': allowed are \['muon', 'adamw'\]"
     ),
@@ -198,9 +196,7 @@ CALLS = {f"Mixed(named, {parts})": text for parts, text in REFUSED.items()} | {
         r"ValueError: no Mixed optimizer's: allowed are one, and a dict.*"
         r"load_fitting\(state_dict\) takes what fits"
     ),
-    "MuonAdamW()(model, lr=1e-3)": (
-        r"TypeError: optimizer_cls_and_kwargs=\(lambda: MuonAdamW"
-    ),
+    "MuonAdamW()(model, lr=1e-3)": r"TypeError: optimizer_cls_and_kwargs=\(lambda",
     "MuonAdamW([{'params': []}])": "TypeError: MuonAdamW got a list: allowed is a module",
 }
 

@@ -146,7 +146,9 @@ BAD = {
     "param_groups_weight_decay(Model(), '.1')": (
         r"TypeError: weight_decay='\.1': allowed are numbers"
     ),
-    "param_groups_weight_decay(Model(), 0.1, 'head')": "TypeError: additional_layers='head'",
+    "param_groups_weight_decay(Model(), 0.1, 'head')": (
+        "TypeError: additional_layers='head'"
+    ),
     "param_groups_weight_decay(Model().parameters(), 0.1)": (
         r"TypeError: decay: model=a generator: allowed is a torch\.nn"
     ),

@@ -448,9 +448,7 @@ BAD = {
     "sgd_step(P, G, sgd_init(P), lr=0.1, momentum=0.9)": (
         "ValueError: make it with its own init"
     ),
-    "adamw_step(P, G, adamw_init(small), lr=0.1)": (
-        r"ValueError: \['exp_avg'\] has shape \(3,\)"
-    ),
+    "adamw_step(P, G, adamw_init(small), lr=0.1)": r"ValueError: \['exp_avg'\] has shape",
     "adamw_step(P, {**G, 'x': G['w']}, state, lr=0.1)": (
         r"ValueError: \['x'\] is not in params"
     ),

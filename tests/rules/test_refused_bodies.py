@@ -316,7 +316,7 @@ TYPE_ERRORS = {
         r"Refused\.init: .* missing .*'m' \(None is for"
     ),
     "full.pure(lr=1.0, b=w.sum()).init(CONSTANT)": FULL,
-    "population.init(full.pure, CONSTANT, {'lr': torch.ones(2), 'b': torch.ones(2)}, n=2)": FULL,
+    "population.init(full.pure, CONSTANT, {'lr': two, 'b': two}, n=2)": FULL,
     "use(made(direction=lambda self, g, s: (g, s), init=integers))": (
         r"allowed is self\.State of floating t"
     ),
@@ -344,7 +344,7 @@ def test_types() -> Scene:
         init=lambda self, p: self.State(torch.full_like(p, 2 * self.b)),
         **B,
     )
-    matrix, w = torch.ones(2, 3), torch.ones(2, requires_grad=True)
+    two, matrix, w = torch.ones(2), torch.ones(2, 3), torch.ones(2, requires_grad=True)
     w.grad = torch.ones(2)
     optimizer = made(direction=lambda self, g, momentun: g * momentun)([w], lr=0.1)
     return locals() | {"operator": operator, "random": random, "types": types}

@@ -439,7 +439,7 @@ REFUSED = {
 } | {
     "AdamW([w], storage='compact', kahan_sum=True)": "ValueError: choose one way",
     "AdamW([norm], storage='exact')": "ValueError: no parameter is bfloat16",
-    "AdamW([norm]).add_param_group({'params': [w.float()], 'storage': 'compact'})": (
+    "AdamW([norm]).add_param_group({'params': [other], 'storage': 'compact'})": (
         "ValueError: no parameter is bfloat16 or float16"
     ),
     "SGD([w], lr=0.1, storage=Storage(moments='8bit'))": "ValueError: keeps no moments",
@@ -452,7 +452,11 @@ REFUSED = {
 
 @refuses(REFUSED)
 def test_storages_that_there_are_not() -> Scene:
-    return {"w": starts()[0].requires_grad_(), "norm": torch.ones(64)}
+    return {
+        "w": starts()[0].requires_grad_(),
+        "norm": torch.ones(64),
+        "other": torch.ones(8),
+    }
 
 
 def test_a_rule_without_moments_has_none_in_codes() -> None:

@@ -1,8 +1,8 @@
 """The one runner for refusals: a bad call raises, says why, and has written nothing.
 
 A table maps a call to the last line of its traceback: `"adamw(lr='a')": "TypeError: Inv"`.
-Both are text. The error is a regular expression behind the name of its class. The call may
-have statements before it, which prepare what it refuses:
+Both are text. The name of the error's class is followed by a regular expression, which is
+searched for in the error's text. All statements but the last prepare what the last refuses:
 
     @refuses({"p.grad = torch.ones(3); optimizer.step()": r"ValueError: grads\\[0\\] has"})
     def test_gradients_that_do_not_fit() -> Scene:

@@ -342,16 +342,16 @@ def test_a_new_parameter_has_the_name_of_the_one_in_whose_place_it_is() -> None:
 
 
 SECOND = r"param_groups\[1\]\['params'\]\[0\].* has no name"
-FIRST = r"ValueError: param_groups\[0\]\['params'\]\[0\].* has no name"
-FIFTH = r"ValueError: param_groups\[1\]\['params'\]\[1\], of shape \(5,\), has no name"
+FIRST = r"param_groups\[0\]\['params'\]\[0\].* has no name"
+FIFTH = r"param_groups\[1\]\['params'\]\[1\], of shape \(5,\), has no name"
 REFUSED = {
     "second['params'] = [d, parameter(9, 5), c]; save()": FIFTH,
     "second['params'] = [d, parameter(9, 5), c]; optimizer.load_state_dict(saved)": FIFTH,
     # An appended parameter is not taken for one that was dropped before it.
-    "first['params'] = [b, parameter(9, 2)]; save()": "ValueError: has no name",
+    "first['params'] = [b, parameter(9, 2)]; save()": "has no name",
     # A name beside one that was appended is not that of a dropped one.
     "first['param_names'] = [*first['param_names'], 'adapter']; "
-    "first['params'] = [a, parameter(9, 2)]; save()": "ValueError: has no name",
+    "first['params'] = [a, parameter(9, 2)]; save()": "has no name",
     # One that returns has lost a name that another has got.
     **{
         f"first['params'].remove(a); {steps}"
@@ -363,12 +363,12 @@ REFUSED = {
     "optimizer.step(); first['params'].reverse(); a.grad = a.grad.to_sparse(); "
     "optimizer.step()": "TypeError: layer0",
     "second['params'].append(a); optimizer.step()": (
-        r"ValueError: layer0.* param_groups\[0\] and in param"
+        r"layer0.* param_groups\[0\] and in param"
     ),
     # Each list is known from an earlier step, and together they have a parameter twice.
     "first['params'], second['params'] = [a, b], [c]; optimizer.step(); "
     "first['params'], second['params'] = [b], [c, a]; optimizer.step(); "
-    "first['params'] = [a, b]; optimizer.step()": "ValueError: layer0",
+    "first['params'] = [a, b]; optimizer.step()": "layer0",
 }
 
 

@@ -91,6 +91,8 @@ def test_arguments_are_torchs_and_then_ours(name: str) -> None:
         assert (found[key].default, found[key].kind) == (p.default, p.kind)
     rest = [*found.values()][len(known) :]
     assert {p.kind for p in rest} == {inspect.Parameter.KEYWORD_ONLY}
+    with pytest.raises(TypeError, match=f"{name} has no argument 'lrr': did you mean 'lr'"):
+        ours([torch.ones(2, 2)], lrr=0.1)
 
 
 @pytest.mark.filterwarnings("ignore:betas")

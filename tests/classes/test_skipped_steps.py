@@ -184,28 +184,26 @@ def test_release_drops_the_sums_of_a_skipped_step(steps: int | None) -> None:
 CYCLE = "accumulation='buffer', accumulation_steps=2"
 REFUSED = {
     **{
-        f"made('AdamW', model, skip_nonfinite={x})": (
-            r"ValueError: allowed are False and 'step'\. By"
-        )
+        f"made('AdamW', model, skip_nonfinite={x})": (r"allowed are False and 'step'\. By")
         for x in ("True", "'steps'", "None", "0")
     },
     "prepare_for_gradient_release(model, optimizer)": (
-        "ValueError: of the optimizer: pass it to this handle too"
+        "of the optimizer: pass it to this handle too"
     ),
     "optimizer.step(param=model[0].weight)": (
-        r"ValueError: with step\(param=\.\.\.\), which is a part of a step"
+        r"with step\(param=\.\.\.\), which is a part of a step"
     ),
     "optimizer.optimizer_accumulation = True; optimizer.step()": (
         "RuntimeError: with optimizer_accumulation=True"
     ),
     **{
         f"prepare_for_gradient_release(model, optimizer, {options}**SKIP)": (
-            "ValueError: has to know every gradient before the first"
+            "has to know every gradient before the first"
         )
         for options in ("", "clip_value=1.0, ", "accumulation='states', ", f"{CYCLE}, ")
     },
     "train_step(model, nn.functional.mse_loss, made('AdamW', model, **SKIP))": (
-        "ValueError: skip_nonfinite='step': make it without"
+        "skip_nonfinite='step': make it without"
     ),
 }
 

@@ -46,25 +46,23 @@ CALLS = {
     ),
     "AdamW([w], lr='fast')": "TypeError: Invalid lr: lr='fast': allowed are numbers and",
     "AdamW([w], lr=lambda t: 0.1)": "TypeError: Invalid lr: lr=<function.*: allowed are n",
-    "AdamW([w], betas=0.9)": r"ValueError: betas=0\.9: allowed are 2 numbers",
+    "AdamW([w], betas=0.9)": r"betas=0\.9: allowed are 2 numbers",
     "AdamW([w], betas='ab')": "TypeError: betas='ab': allowed are numbers",
-    "AdamW([w], betas=(0.9,))": r"ValueError: betas=\(0.9,\): allowed are 2",
-    "AdamW([w], lr=10**400)": "ValueError: lr=1",
+    "AdamW([w], betas=(0.9,))": r"betas=\(0.9,\): allowed are 2",
+    "AdamW([w], lr=10**400)": "lr=1",
     "AdamW([w], state_dtype=torch.int8)": "TypeError: Invalid state_dtype",
     "AdamW([w], state_dtype='single9')": "TypeError: state_dtype=single9",
     "AdamW([w], compile='max')": "TypeError: Invalid compile: compile='max'",
-    "AdamW([w], foreach=True, compile=True)": "ValueError: choose one",
-    "AdamW([w], fused=True, compile=False)": (
-        r"ValueError: compile=False and .* fused=True\) "
-    ),
-    "AdamW([w], fused=True, foreach=True)": r"ValueError: foreach=True and .* fused=True\)",
-    "AdamW([{'params': [w], 'fused': True, 'foreach': True}])": "ValueError: choose one",
-    "AdamW([w], differentiable=True)": "ValueError: differentiable=True.*pure functions",
-    "AdamW([w], triton=True, compile=False)": "ValueError: choose one",
+    "AdamW([w], foreach=True, compile=True)": "choose one",
+    "AdamW([w], fused=True, compile=False)": r"compile=False and .* fused=True\) ",
+    "AdamW([w], fused=True, foreach=True)": r"foreach=True and .* fused=True\)",
+    "AdamW([{'params': [w], 'fused': True, 'foreach': True}])": "choose one",
+    "AdamW([w], differentiable=True)": "differentiable=True.*pure functions",
+    "AdamW([w], triton=True, compile=False)": "choose one",
     "AdamW([w], lr=0.0, decouple_lr=True)": (
-        "ValueError: max_lr=None with lr=0.0: .* the largest learning rate that will be"
+        "max_lr=None with lr=0.0: .* the largest learning rate that will be"
     ),
-    "AdamW([])": "ValueError: empty parameter list",
+    "AdamW([])": "empty parameter list",
     "AdamW([('w', w.detach().to(torch.float8_e5m2).requires_grad_())])": (
         r"TypeError: params\['w'\] has dtype torch\.float8_e5m2.* 16 bits or more"
     ),
@@ -72,16 +70,16 @@ CALLS = {
         r"TypeError: params\['w'\] has dtype torch\.complex32"
     ),
     "AdamW([w], decoupled_weight_decay=False)": (
-        "ValueError: decoupled_weight_decay=False .* decouple_wd, which is True here"
+        "decoupled_weight_decay=False .* decouple_wd, which is True here"
     ),
     "AdamW([{'params': [w], 'decoupled_weight_decay': False}])": (
-        "ValueError: decoupled_weight_decay=False .* decouple_wd, which is True here"
+        "decoupled_weight_decay=False .* decouple_wd, which is True here"
     ),
     "Adam([w], decoupled_weight_decay=True, decouple_wd=False)": (
-        "ValueError: decoupled_weight_decay=True .*, which is False here: allowed is False"
+        "decoupled_weight_decay=True .*, which is False here: allowed is False"
     ),
     "Mixed([{'params': named, 'decoupled_weight_decay': True}], ('*', adam()))": (
-        "ValueError: decoupled_weight_decay=True .* which is False here"
+        "decoupled_weight_decay=True .* which is False here"
     ),
     "optimi_func.Adamww": "AttributeError: has no attribute 'Adamww'$",
     "optimi_func.Rmsprop": "AttributeError: 'Rmsprop': did you mean 'RMSprop'",
@@ -119,27 +117,27 @@ STEPS = {
     "q.grad = torch.ones(3).to_sparse(); optimizer.step()": (
         r"TypeError: grads\['q'\] has layout torch.sparse_coo"
     ),
-    "group['lr'] = -1.0; optimizer.step()": "ValueError: Invalid learning rate",
+    "group['lr'] = -1.0; optimizer.step()": "Invalid learning rate",
     "group['lr'] = lambda t: 0.1; optimizer.step()": (
         r"TypeError: Invalid lr: lr=.*torch.optim.lr_scheduler"
     ),
     "group['lr'] = 'fast'; optimizer.step()": "TypeError: in the pure API schedules",
     "q.data, q.grad = torch.ones(5), torch.ones(5); optimizer.step()": (
-        r"ValueError: state\['q'\]\['exp_avg'\] has shape \(3,\)"
+        r"state\['q'\]\['exp_avg'\] has shape \(3,\)"
     ),
     "entry['exp_avg'] = torch.zeros(1).expand(3); optimizer.step()": (
-        r"ValueError: state\['q'\]\['exp_avg'\] is expanded"
+        r"state\['q'\]\['exp_avg'\] is expanded"
     ),
-    "q.data = torch.ones(1).expand(3); optimizer.step()": "ValueError: is expanded",
+    "q.data = torch.ones(1).expand(3); optimizer.step()": "is expanded",
     "q.requires_grad_(False).data = torch.ones(3, dtype=torch.uint8); "
     "q.grad = torch.ones(3, dtype=torch.uint8); optimizer.step()": (
         r"TypeError: \['q'\] has dtype torch\.uint8: allowed are fl"
     ),
     "optimizer.add_param_group({'params': [('n', new)], 'lr': -1.0})": (
-        "ValueError: Invalid learning rate: lr=-1"
+        "Invalid learning rate: lr=-1"
     ),
-    "optimizer.step(lambda: 0.0, param=p)": "ValueError: not both",
-    "optimizer.step(param=p)": "ValueError: gradient_release=True",
+    "optimizer.step(lambda: 0.0, param=p)": "not both",
+    "optimizer.step(param=p)": "gradient_release=True",
 }
 NUMBERS = {"10**400": "ValueError", "Fraction(1, 10)": "TypeError"}
 NUMBERS |= {"torch.ones(2)": "ValueError", "torch.ones(0)": "ValueError"}
@@ -149,26 +147,26 @@ for name in ("lr", "weight_decay", "eps"):
 COUNT = r"state\['q'\]\['step'\]"
 # What somebody writes into an entry between two steps, or has in a file.
 for number, said in {
-    "torch.tensor(-1.0)": f"ValueError: {COUNT} is -1.*allowed is at least 0, and fin",
-    "torch.tensor(math.inf)": f"ValueError: {COUNT} is inf: allowed is",
-    "torch.tensor(math.nan)": f"ValueError: {COUNT} is nan: allowed is",
-    "torch.zeros(2)": rf"ValueError: {COUNT} is a tensor of shape \(2,\).*one elem",
-    "torch.tensor(True)": f"ValueError: {COUNT} is a tensor of .* torch.bool",
+    "torch.tensor(-1.0)": f"{COUNT} is -1.*allowed is at least 0, and fin",
+    "torch.tensor(math.inf)": f"{COUNT} is inf: allowed is",
+    "torch.tensor(math.nan)": f"{COUNT} is nan: allowed is",
+    "torch.zeros(2)": rf"{COUNT} is a tensor of shape \(2,\).*one elem",
+    "torch.tensor(True)": f"{COUNT} is a tensor of .* torch.bool",
     "None": f"TypeError: {COUNT}=None: allowed is a t",
     "3": f"TypeError: {COUNT}=3: allowed is a t",
 }.items():
     STEPS[f"entry['step'] = {number}; optimizer.step()"] = said
 STEPS["entry['exp_avg'] = torch.zeros(3).long(); optimizer.step()"] = (
-    r"ValueError: state\['q'\]\['exp_avg'\] has dtype torch.int64.*floating"
+    r"state\['q'\]\['exp_avg'\] has dtype torch.int64.*floating"
 )
 STEPS["entry['exp_avg_sq'] = torch.zeros(3).bool(); optimizer.step()"] = (
-    r"ValueError: state\['q'\]\['exp_avg_sq'\] has dtype torch.bool"
+    r"state\['q'\]\['exp_avg_sq'\] has dtype torch.bool"
 )
 
 
 for number in ("-1.0", "inf", "nan"):
     load = f"saved['state'][1]['step'] = torch.tensor({number}); load(saved)"
-    STEPS[load] = f"ValueError: {COUNT} is {number}"
+    STEPS[load] = f"{COUNT} is {number}"
 WAYS = [EAGER, {"foreach": True}, {"compile": False, "capturable": True}]
 
 

@@ -414,7 +414,7 @@ def test_copies_go_on(copied: Any, x: Any) -> None:
 
 W = nn.Parameter(torch.ones(4, 3))
 LIST, RANGE = "allowed is a list of hooks", "allowed is finite"
-DECAY = "ValueError: weight_decay=0.1: allowed is 0 with hyperball"
+DECAY = "weight_decay=0.1: allowed is 0 with hyperball"
 MIXES = r"hook cautious\(\): .* mixes the elements of a matrix"
 SUMS = r"hook \w+\(.*\): its direction has sums over all parameters"
 REFUSED = {
@@ -422,24 +422,24 @@ REFUSED = {
     "AdamW([W], hooks=floor())": "TypeError: " + LIST,
     "AdamW([{'params': [W], 'hooks': [floor]}])": "TypeError: class .*floor.*" + LIST,
     "adamw(lr=0.1, hooks='floor')": "TypeError: " + LIST,
-    "adamw(lr=0.1, hooks=[floor(-0.1)])": "ValueError: floor: ratio=-0.1: " + RANGE,
-    "adamw(lr=0.1, hooks=[floor(float('inf'))])": "ValueError: floor: ratio=inf: " + RANGE,
+    "adamw(lr=0.1, hooks=[floor(-0.1)])": "floor: ratio=-0.1: " + RANGE,
+    "adamw(lr=0.1, hooks=[floor(float('inf'))])": "floor: ratio=inf: " + RANGE,
     "adamw(lr=0.1, hooks=[floor('1')])": "TypeError: floor: ratio='1': allowed are numbers",
-    "adamw(lr=0.1, hooks=[relative(-0.1)])": "ValueError: relative: ratio=-0.1: " + RANGE,
-    "adamw(lr=0.1, hooks=[clip_rms(0.0)])": "ValueError: clip_rms: limit=0.0: " + RANGE,
-    "adamw(lr=0.1, hooks=[radial_brake(1.1)])": "ValueError: outward=1.1: " + RANGE,
-    "adamw(lr=0.1, hooks=[radial_brake(0, -1)])": "ValueError: inward=-1: " + RANGE,
-    "hyperball('rows')": "ValueError: over='rows': allowed are 'tensor', 'matrix'",
-    "Muon([W], hooks=[cautious()])": "ValueError: muon .*" + MIXES,
-    "SOAP([W], hooks=[cautious()])": "ValueError: soap .*" + MIXES,
-    "AdamW([W], hooks=[cautious(), floor(1.0, 'row')])": "ValueError: " + MIXES,
-    "Prodigy([W], hooks=[cautious()])": "ValueError: " + SUMS,
-    "Prodigy([W], hooks=[floor(over='row')])": "ValueError: " + SUMS,
-    "ASGD([W], hooks=[floor()])": r"ValueError: hook floor.*: its direction contains lr",
+    "adamw(lr=0.1, hooks=[relative(-0.1)])": "relative: ratio=-0.1: " + RANGE,
+    "adamw(lr=0.1, hooks=[clip_rms(0.0)])": "clip_rms: limit=0.0: " + RANGE,
+    "adamw(lr=0.1, hooks=[radial_brake(1.1)])": "outward=1.1: " + RANGE,
+    "adamw(lr=0.1, hooks=[radial_brake(0, -1)])": "inward=-1: " + RANGE,
+    "hyperball('rows')": "over='rows': allowed are 'tensor', 'matrix'",
+    "Muon([W], hooks=[cautious()])": "muon .*" + MIXES,
+    "SOAP([W], hooks=[cautious()])": "soap .*" + MIXES,
+    "AdamW([W], hooks=[cautious(), floor(1.0, 'row')])": "" + MIXES,
+    "Prodigy([W], hooks=[cautious()])": "" + SUMS,
+    "Prodigy([W], hooks=[floor(over='row')])": "" + SUMS,
+    "ASGD([W], hooks=[floor()])": r"hook floor.*: its direction contains lr",
     "AdamW([W], weight_decay=0.1, hooks=[hyperball()])": DECAY,
     "AdamW([{'params': [W], 'hooks': [hyperball()]}], weight_decay=0.1)": DECAY,
     "AdamW([{'params': [W], 'weight_decay': 0.1}], hooks=[hyperball()])": DECAY,
-    "schedule_free_sgd(lr=0.1, hooks=[cautious()])": "ValueError: has the gradient's sign",
+    "schedule_free_sgd(lr=0.1, hooks=[cautious()])": "has the gradient's sign",
     "hook(Heavy)": "TypeError: Heavy is no hook: allowed is a NamedTuple of numbers",
     "hook(Heavy.State)": "TypeError: State is no hook: .* one of the methods scale",
 }

@@ -205,13 +205,11 @@ def test_resumes_bit_for_bit_in_a_class_and_as_a_value() -> None:
 
 SEEDS = ("-1", "1.0", "True", "1 << 63")
 REFUSED = {
-    "adamw().init(p, storage=RANDOM)": "ValueError: no parameter is bfloat16 or float16",
-    "AdamW([low], storage=RANDOM, kahan_sum=True)": "ValueError: choose one way",
-    "torch.autograd.functional.jacobian(loss, torch.ones(3))": "ValueError: stochastic",
+    "adamw().init(p, storage=RANDOM)": "no parameter is bfloat16 or float16",
+    "AdamW([low], storage=RANDOM, kahan_sum=True)": "choose one way",
+    "torch.autograd.functional.jacobian(loss, torch.ones(3))": "stochastic",
     **{
-        f"adamw().init(p, storage=Storage('stochastic', seed={seed}))": (
-            r"ValueError: storage\.seed="
-        )
+        f"adamw().init(p, storage=Storage('stochastic', seed={seed}))": (r"storage\.seed=")
         for seed in SEEDS
     },
 }

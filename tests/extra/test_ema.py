@@ -225,21 +225,21 @@ def test_an_update_for_each_micro_batch_warns(release: bool) -> None:
 
 OTHER = "EMA's state has other names or shapes"
 BAD = {
-    "saved['updates'] = torch.ones(2); load(saved)": "ValueError: EMA's",
-    "saved['weight'] = 1j; load(saved)": "ValueError: EMA's weight is 1j: allowed is a",
+    "saved['updates'] = torch.ones(2); load(saved)": "EMA's",
+    "saved['weight'] = 1j; load(saved)": "EMA's weight is 1j: allowed is a",
     "saved['averages']['0.bias'] = saved['averages']['0.bias'].to_sparse(); load(saved)": (
         "TypeError: EMA's"
     ),
-    "saved['averages']['0.bias'] = torch.ones(9); load(saved)": f"ValueError: {OTHER}",
-    "del saved['averages']['0.bias']; load(saved)": f"ValueError: {OTHER}",
-    "load({})": f"ValueError: {OTHER}",
+    "saved['averages']['0.bias'] = torch.ones(9); load(saved)": OTHER,
+    "del saved['averages']['0.bias']; load(saved)": OTHER,
+    "load({})": OTHER,
     "EMA(torch.optim.SGD(model.parameters()))": (
         r"TypeError: EMA got SGD(.|\n)*allowed are this package's classes"
     ),
-    "EMA(optimizer, 1.0)": "ValueError: decay",
-    "EMA(optimizer, -0.1)": "ValueError: decay",
+    "EMA(optimizer, 1.0)": "decay",
+    "EMA(optimizer, -0.1)": "decay",
     "EMA(optimizer, '0.9')": "TypeError: decay",
-    "average = EMA(optimizer, lambda t: 1.5); average.update()": "ValueError: decay",
+    "average = EMA(optimizer, lambda t: 1.5); average.update()": "decay",
 }
 
 

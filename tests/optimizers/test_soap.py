@@ -353,12 +353,12 @@ OPTIONS: dict[str, Any] = {"lr": 0.05, "precondition_frequency": 2, **EAGER}
 
 REFUSED = {
     "SOAP([w], storage=Storage(moments='8bit')).init_state()": (
-        "ValueError: soap keeps no moments in 8 bits"
+        "soap keeps no moments in 8 bits"
     ),
-    "soap_init(w, max_precond_dim=0)": "ValueError: max_precond_dim=0: allowed are",
+    "soap_init(w, max_precond_dim=0)": "max_precond_dim=0: allowed are",
     # Other sides have other squares, which are not cut to fit.
     "optimizer.param_groups[0]['max_precond_dim'] = 3; optimizer.step()": (
-        r"ValueError: \['factors'\] has shape \(28,\).*\(12,\)"
+        r"\['factors'\] has shape \(28,\).*\(12,\)"
     ),
 }
 
@@ -374,12 +374,12 @@ def test_what_it_refuses() -> Scene:
 
 
 BAD = {
-    "precondition_frequency=0": "ValueError: precondition_frequency=0: allowed are",
-    "precondition_frequency=2.0": r"ValueError: precondition_frequency=2\.0: allowed",
-    "max_precond_dim=0": "ValueError: max_precond_dim=0: allowed are whole numbers",
-    "max_precond_dim=None": "ValueError: max_precond_dim=None: allowed are whole",
+    "precondition_frequency=0": "precondition_frequency=0: allowed are",
+    "precondition_frequency=2.0": r"precondition_frequency=2\.0: allowed",
+    "max_precond_dim=0": "max_precond_dim=0: allowed are whole numbers",
+    "max_precond_dim=None": "max_precond_dim=None: allowed are whole",
     "merge_dims='yes'": "TypeError: merge_dims='yes': allowed are True and False",
-    "cautious=True": "ValueError: soap does not go with the hook cautious",
+    "cautious=True": "soap does not go with the hook cautious",
 }
 
 

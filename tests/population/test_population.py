@@ -550,71 +550,71 @@ TWO = {"a": torch.ones(3, 2), "b": torch.ones(3)}
 
 
 BAD = {
-    "population.init(adamw, Net(), {'lr': 0.1}, n=0)": "ValueError: n=0",
-    "population.init(adamw, Net(), {'lr': 0.1}, n=2.5)": "ValueError: n=2.5",
-    "population.init(adamw, Net(), {'lr': 0.1})": "ValueError: n=None with one Net",
+    "population.init(adamw, Net(), {'lr': 0.1}, n=0)": "n=0",
+    "population.init(adamw, Net(), {'lr': 0.1}, n=2.5)": "n=2.5",
+    "population.init(adamw, Net(), {'lr': 0.1})": "n=None with one Net",
     "population.init(adamw, [Net(), Net()], {'lr': 0.1}, n=3)": (
-        "ValueError: n=3 with a list of 2 modules"
+        "n=3 with a list of 2 modules"
     ),
     "population.init(adamw, TWO, {'lr': torch.ones(4)})": (
-        r"ValueError: hyper\['lr'\] has 4 members.*params\['a'\] has 3"
+        r"hyper\['lr'\] has 4 members.*params\['a'\] has 3"
     ),
     "population.init(adamw, {**TWO, 'b': torch.ones(4)}, {'lr': 0.1})": (
-        r"ValueError: params\['b'\] has 4 members along axis 0 of \(4,\)"
+        r"params\['b'\] has 4 members along axis 0 of \(4,\)"
     ),
     "population.init(adamw, {'a': torch.ones(())}, {'lr': 0.1})": (
-        r"ValueError: params\['a'\] has shape \(\): no axis 0"
+        r"params\['a'\] has shape \(\): no axis 0"
     ),
-    "population.vmap_step(adamw, (0, 0, 0))": "ValueError: allowed are four",
+    "population.vmap_step(adamw, (0, 0, 0))": "allowed are four",
     "population.vmap_step(sgd, ({'c': 0}, 0, 0, 0))(*three(), {'lr': 0.1})": (
-        "ValueError: no prefix of params"
+        "no prefix of params"
     ),
     "population.vmap_step(sgd, (None,) * 4)(*three(), {'lr': 0.1})": (
-        "ValueError: no leaf of params, grads, state, hyper has members"
+        "no leaf of params, grads, state, hyper has members"
     ),
     "population.vmap_step(sgd)(*three(), {'lr': torch.ones(2)})": (
-        r"ValueError: hyper\['lr'\] has 2 members"
+        r"hyper\['lr'\] has 2 members"
     ),
     "population.step(sgd, trained(), {**TWO, 'b': torch.ones(2)})": (
-        r"ValueError: grads\['b'\] has 2 members.*params\['a'\] has 3"
+        r"grads\['b'\] has 2 members.*params\['a'\] has 3"
     ),
     "population.loss_and_grad(lambda p, x: x, trained(), torch.ones(4), in_axes=0)": (
-        r"ValueError: data\[0\] has 4 members"
+        r"data\[0\] has 4 members"
     ),
     "population.loss_and_grad(lambda p, x: x, trained(), TWO['b'], in_axes=(0, 0))": (
-        r"ValueError: in_axes=\(0, 0\) has 2 entries.*1 data"
+        r"in_axes=\(0, 0\) has 2 entries.*1 data"
     ),
     "population.loss_and_grad(lambda p: p['a'], trained())": (
-        r"ValueError: a loss of shape \(2,\): allowed is a scalar"
+        r"a loss of shape \(2,\): allowed is a scalar"
     ),
-    "population.clone(TWO, [0, 1], [2])": "ValueError: source has 2 members",
-    "population.clone(TWO, [0, 1], [2, 2])": "ValueError: a member twice",
+    "population.clone(TWO, [0, 1], [2])": "source has 2 members",
+    "population.clone(TWO, [0, 1], [2, 2])": "a member twice",
     "population.step(sgd, trained(), population.select(TWO, [1, 1]), index=[1, 1])": (
-        r"ValueError: index=\[1, 1\] names a member twice"
+        r"index=\[1, 1\] names a member twice"
     ),
     "population.step(sgd, trained(), TWO, index=[0])": (
-        r"ValueError: grads\['a'\] has 3 members.*params\['a'\] has 1"
+        r"grads\['a'\] has 3 members.*params\['a'\] has 1"
     ),
     "population.init(sgd, frozen(), {'lr': 0.1}, n=2)": (
-        "ValueError: the parameter 'bias' of Linear is frozen"
+        "the parameter 'bias' of Linear is frozen"
     ),
     "population.init(sgd, [frozen(), frozen()], {'lr': 0.1})": (
-        "ValueError: the parameter 'bias' of Linear is frozen.*"
+        "the parameter 'bias' of Linear is frozen.*"
     ),
     "population.init(sgd, TWO, {'lr': torch.ones(3, 1)})": (
-        r"ValueError: hyper\['lr'\] has shape \(3, 1\), for 3 members"
+        r"hyper\['lr'\] has shape \(3, 1\), for 3 members"
     ),
     "population.init(adamw, TWO, {'lr': 0.1, 'betas': torch.ones(3, 2)})": (
-        r"ValueError: hyper\['betas'\] has shape \(3, 2\).*a tuple of them"
+        r"hyper\['betas'\] has shape \(3, 2\).*a tuple of them"
     ),
     "population.init(sgd, nn.BatchNorm1d(3, affine=False), {'lr': 0.1}, n=2)": (
-        "ValueError: source=BatchNorm1d.*has no parameters"
+        "source=BatchNorm1d.*has no parameters"
     ),
     "population.clone(population.select(trained(), []), [], [])": (
-        r"ValueError: has no members along axis 0 of \(0, 2\)"
+        r"has no members along axis 0 of \(0, 2\)"
     ),
     "population.call_module(nn.Linear(2, 1), {'wieght': TWO}, {}, TWO)": (
-        "ValueError: Linear has no parameter 'wieght'"
+        "Linear has no parameter 'wieght'"
     ),
     "population.init(adamw, 3.0, {'lr': 0.1})": "TypeError: source holds float",
     "population.init(adamw, TWO, {'lr': 0.1, 'amsgrad': True})": (

@@ -442,25 +442,21 @@ G = pytree.tree_map(torch.ones_like, P)
 
 
 BAD = {
-    "adamw_init({})": "ValueError: holds no tensor",
+    "adamw_init({})": "holds no tensor",
     "adamw_init({'w': 1.0})": "TypeError: is not a tensor",
     "adamw_step(P, G, {}, lr=0.1)": "TypeError: state=dict is not a TreeState",
-    "sgd_step(P, G, sgd_init(P), lr=0.1, momentum=0.9)": (
-        "ValueError: make it with its own init"
-    ),
-    "adamw_step(P, G, adamw_init(small), lr=0.1)": r"ValueError: \['exp_avg'\] has shape",
-    "adamw_step(P, {**G, 'x': G['w']}, state, lr=0.1)": (
-        r"ValueError: \['x'\] is not in params"
-    ),
+    "sgd_step(P, G, sgd_init(P), lr=0.1, momentum=0.9)": "make it with its own init",
+    "adamw_step(P, G, adamw_init(small), lr=0.1)": r"\['exp_avg'\] has shape",
+    "adamw_step(P, {**G, 'x': G['w']}, state, lr=0.1)": r"\['x'\] is not in params",
     "adamw_step(P, {**G, 'b': 1.0}, state, lr=0.1)": r"TypeError: grads\['b'\] is 1.0",
     "adamw_step(P, {**G, 'b': G['b'].to('meta')}, state, lr=0.1)": (
-        r"ValueError: grads\['b'\] is on meta"
+        r"grads\['b'\] is on meta"
     ),
     "vmap(lambda p: adamw_step(p, p, adamw_init(p), lr=rates))(torch.ones(3, 4))": (
-        r"ValueError: shape \(3,\).*positionally"
+        r"shape \(3,\).*positionally"
     ),
     "step_by({'w': 0.1, 'd': 0.2})": (
-        r"ValueError: lr is no prefix of params.*\['b'\] has no counterpart"
+        r"lr is no prefix of params.*\['b'\] has no counterpart"
     ),
 }
 

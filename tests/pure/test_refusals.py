@@ -49,12 +49,12 @@ def run(optimizer: Any, steps: int = 9) -> Tensor:
 
 
 OUT_OF_RANGE = {
-    "adamw(lr={'w': of(0.1), 'b': of(-1.0)})": r"ValueError: lr=-1\.0",
-    "adamw(decouple_lr=True, max_lr=of(0.0))": r"ValueError: max_lr=0\.0: .*above 0",
-    "adamw_step({}, {}, None, lr=of(-0.1))": r"ValueError: lr=-0\.1",
-    "clip_value(of(0.0))": r"ValueError: limit=0\.0: allowed is finite, above 0\.0",
-    "ema(sgd(lr=0.1), of(1.0))": r"ValueError: decay=1\.0: .*below 1",
-    "linear(of(-1.0), 0.0, 4)": r"ValueError: start=-1\.0",
+    "adamw(lr={'w': of(0.1), 'b': of(-1.0)})": r"lr=-1\.0",
+    "adamw(decouple_lr=True, max_lr=of(0.0))": r"max_lr=0\.0: .*above 0",
+    "adamw_step({}, {}, None, lr=of(-0.1))": r"lr=-0\.1",
+    "clip_value(of(0.0))": r"limit=0\.0: allowed is finite, above 0\.0",
+    "ema(sgd(lr=0.1), of(1.0))": r"decay=1\.0: .*below 1",
+    "linear(of(-1.0), 0.0, 4)": r"start=-1\.0",
 }
 
 
@@ -65,20 +65,19 @@ def test_a_tensor_out_of_range_is_refused_as_a_number_is(of: Any) -> Scene:
 
 
 OPTIONS = {
-    "adamw(lr=0.0, decouple_lr=True)": "ValueError: max_lr=None",
-    "adamw(lr=lambda s: 0.1, decouple_lr=True)": "ValueError: Invalid maximum",
-    "adamw(lr=torch.tensor(0.1), decouple_lr=True)": "ValueError: Invalid max",
-    "ranger(lr=0.1, k=2.5)": r"ValueError: k=2\.5: allowed are whole numbers",
-    "sgd(lr=0.1, nesterov=True)": "ValueError: nesterov=True with momentum=0",
-    "sgd(lr=0.1, momentum=0.9, dampening=0.5, nesterov=True)": (
-        r"ValueError: dampening=0\.5"
-    ),
+    "adamw(lr=0.0, decouple_lr=True)": "max_lr=None",
+    "adamw(lr=lambda s: 0.1, decouple_lr=True)": "Invalid maximum",
+    "adamw(lr=torch.tensor(0.1), decouple_lr=True)": "Invalid max",
+    "ranger(lr=0.1, k=2.5)": r"k=2\.5: allowed are whole numbers",
+    "sgd(lr=0.1, nesterov=True)": "nesterov=True with momentum=0",
+    "sgd(lr=0.1, momentum=0.9, dampening=0.5, nesterov=True)": r"dampening=0\.5",
     "adamw_init(torch.ones(2), state_dtype=torch.int32)": "TypeError: int32",
+    "adafactor(eps={'a': 0.5})": r"TypeError: eps=\{.* transforms\.partition has",
     "clip_value({'a': 0.5, 'b': 0.25})": r"TypeError: limit=\{.* transforms\.partition has",
     "adamw(lr=torch.tensor(0.1 + 1j))": r"TypeError: lr=a tensor of shape .*allowed are",
     "adamw(lr=torch.tensor(True))": r"TypeError: lr=a tensor of shape .*allowed are .*real",
-    "run(rates)": r"ValueError: learning rate: lr=-1\.0",
-    "run(means)": r"ValueError: momentum=1\.5",
+    "run(rates)": r"learning rate: lr=-1\.0",
+    "run(means)": r"momentum=1\.5",
 }
 
 
@@ -146,7 +145,7 @@ SCHEDULES = {
 }
 
 
-@refuses({f"x = {k}; run(x, 1); run(x)": f"ValueError: {x}" for k, x in SCHEDULES.items()})
+@refuses({f"x = {k}; run(x, 1); run(x)": x for k, x in SCHEDULES.items()})
 def test_a_schedule_out_of_range_is_refused_by_name() -> Scene:
     return {}
 
@@ -158,16 +157,14 @@ def test_what_a_schedule_may_be() -> None:
 
 
 COMPILED = {
-    f"compiled.{step}(w, w, sgd_init(w), lr={lr})": (
-        "ValueError: lr(=| is a schedule that returned )-"
-    )
+    f"compiled.{step}(w, w, sgd_init(w), lr={lr})": ("lr(=| is a schedule that returned )-")
     for step in ("sgd_step", "sgd_step_")
     for lr in ("torch.tensor(-0.1)", "lambda t: t - 1.0")
 }
 # In place, parameters that share memory would move twice.
 COMPILED |= {
     f"compiled.sgd_step_({params}, {params}, sgd_init({params}), lr=1.0)": (
-        f"ValueError: {text} share memory"
+        f"{text} share memory"
     )
     for params, text in {
         "tied": r"params\['emb'\] and params\['head'\]",
@@ -226,7 +223,7 @@ REFUSED = {f"population.init({k}, n=4)": x for k, x in MEMBERS.items()} | {
 }
 
 
-@refuses({call: f"ValueError: {text}" for call, text in REFUSED.items()})
+@refuses({call: text for call, text in REFUSED.items()})
 def test_init_checks_every_member_and_prefix() -> Scene:
     return {"w": torch.ones(2), "partial": partial}
 
@@ -391,7 +388,7 @@ WORDS = {
     "adamw_init(Unregistered(ones))": "TypeError: pytree.register_dataclass",
     "adamw_init(model.parameters())": r"TypeError: dict\(model\.named_parameters\(\)\)",
     "adamw_init(model)": r"TypeError: module Linear: .*dict\(model\.named_parameters\(\)\)",
-    "adamw_init({'w': None})": r"ValueError: params=\{'w': None\} holds no tensor",
+    "adamw_init({'w': None})": r"params=\{'w': None\} holds no tensor",
     "adamw_step(model, None, None, lr=0.1)": "TypeError: module Linear",
     "adamw_step(p, {'w': p}, state, lr=0.1)": r"TypeError: grads\['w'\] is a dict",
     "adamw_step(p, p, state._replace(leaves=p), lr=0.1)": (
@@ -403,13 +400,13 @@ WORDS = {
     ),
     # Errors of adamw do not speak of adam.
     "adamw_step(p, p, {}, lr=0.1)": r"TypeError: ^(?!.*adam\b).*init",
-    "adamw_step(p, p, sgd_init(p), lr=0.1)": r"ValueError: ^(?!.*adam\b).*init",
-    "AdamW(model.parameters()).load_state_dict(saved)": "ValueError: the optimizer needs",
+    "adamw_step(p, p, sgd_init(p), lr=0.1)": r"^(?!.*adam\b).*init",
+    "AdamW(model.parameters()).load_state_dict(saved)": "the optimizer needs",
     "adamw_step(p, {}, state, lr=0.1)": (
-        r"ValueError: grads and params differ .*: params\['w'\] has no counterpart"
+        r"grads and params differ .*: params\['w'\] has no counterpart"
     ),
     "adamw_step(p, {'w': torch.ones(4)}, state, lr=0.1)": (
-        r"ValueError: grads\['w'\] has shape \(4,\), its parameter \(3,\)"
+        r"grads\['w'\] has shape \(4,\), its parameter \(3,\)"
     ),
     "adamw_step(p, {'w': ones.half()}, state, lr=0.1)": (
         r"TypeError: grads\['w'\] has dtype torch.float16, narrower than its parameter's "
@@ -423,11 +420,11 @@ WORDS = {
         "gradients are for torch.optim.SparseAdam"
     ),
     "lion_step(p, p, state, lr=0.1)": (
-        r"ValueError: state.leaves\['w'\] holds \('exp_avg', 'exp_avg_sq'\), but the "
+        r"state.leaves\['w'\] holds \('exp_avg', 'exp_avg_sq'\), but the "
         r"optimizer needs \('exp_avg',\): make it with its own init and the same options"
     ),
     "adamw_step(p, p, state, lr=torch.ones(3))": (
-        r"ValueError: shape \(3,\) reached the step, which takes numbers "
+        r"shape \(3,\) reached the step, which takes numbers "
         "and 0-d tensors.*keyword arguments are not batched. Pass it positionally"
     ),
     "adamw_init({'w': ones.long()})": (
@@ -442,7 +439,7 @@ WORDS = {
     "train_step(model, lambda y, x, z: y, sgd(lr=0.1))": f"TypeError: {ARITY}",
     **{
         f"unroll(sgd(lr=0.1), loss_fn, ones, None, ones, steps={n})": (
-            f"ValueError: steps={n}: allowed are whole numbers"
+            f"steps={n}: allowed are whole numbers"
         )
         for n in (0, 2.0, True)
     },

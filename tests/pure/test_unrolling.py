@@ -289,12 +289,12 @@ BAD = {
     "run('data')": "TypeError: batches=.*a batch for each step",
     "run(torch.tensor(1.0))": "TypeError: batches=.*a batch for each step",
     "run(iter(batches), steps=2)": r"TypeError: steps=2.*islice\(batches, steps\)",
-    "run([])": "ValueError: batches is empty",
+    "run([])": "batches is empty",
     "unroll(torch.optim.AdamW, loss, params, None, batches)": (
         "TypeError: allowed are factories"
     ),
     "unroll(sgd(lr=0.1), lambda p, b: p['w'], params, None, batches)": (
-        r"ValueError: a loss of shape \(4, 3\)"
+        r"a loss of shape \(4, 3\)"
     ),
     "unroll(sgd(lr=0.1), lambda p, b: p['w'].argmax(), params, None, batches)": (
         r"TypeError: a loss of dtype torch\.int64"

@@ -747,13 +747,13 @@ EXTRAS = {
     "optimizer.step(hessian=one, loss=1.0)": r"TypeError: extras \['hessian', 'loss'\]",
     "optimizer.step(hessian='1')": "TypeError: hessian='1': allowed are a number for all",
     "optimizer.step(hessian={'weight': torch.ones(2, 3)})": (
-        r"ValueError: hessian of \['bias'\], .* is None"
+        r"hessian of \['bias'\], .* is None"
     ),
     "optimizer.step(hessian=[torch.ones(2), torch.ones(2)])": (
-        r"ValueError: of \['weight'\].*shape \(2, 3\)"
+        r"of \['weight'\].*shape \(2, 3\)"
     ),
     "optimizer.give(hessian=[torch.ones(2, 3)] * 2)": (
-        r"ValueError: hessian of \['bias'\], which takes a gradient, is"
+        r"hessian of \['bias'\], which takes a gradient, is"
     ),
     "optimizer.give(loss=one)": r"TypeError: got the extras \['loss'\]",
     "SGLD(net.parameters(), lr=0.1).step(loss=one)": (
@@ -764,19 +764,17 @@ EXTRAS = {
     "value.step(p, p, state)": r"TypeError: Sophia.*extras \[\]: .* takes \['hessian'\]",
     "value.step(p, p, state, loss=1.0)": r"TypeError: extras \['loss'\]",
     "value.step(p, p, state, hessian={'w': torch.ones(3)})": (
-        r"ValueError: hessian\['w'\] has the shape \(3,\)"
+        r"hessian\['w'\] has the shape \(3,\)"
     ),
     "population.step(Sophia.pure, members, twice)": (
         r"TypeError: Sophia.*extras \[\]: .* takes \['hessian'\]"
     ),
     "population.step(Sophia.pure, members, twice, hessian={'w': torch.ones(3, 2)})": (
-        r"ValueError: hessian\['w'\] has 3 members"
+        r"hessian\['w'\] has 3 members"
     ),
-    "told([p['w']], lr=0.1).step(loss=[torch.ones(2)])": (
-        "ValueError: loss of .*: allowed are 0-d ones"
-    ),
+    "told([p['w']], lr=0.1).step(loss=[torch.ones(2)])": "loss of .*: allowed are 0-d ones",
     "told.pure(lr=0.1).step(p, p, told.pure(lr=0.1).init(p), loss=torch.ones(2))": (
-        r"ValueError: loss.* has the shape \(2,\), .* are \[\(\)\]"
+        r"loss.* has the shape \(2,\), .* are \[\(\)\]"
     ),
 }
 

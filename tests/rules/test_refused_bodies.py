@@ -374,7 +374,7 @@ SHAPES = {
     "refuses=lambda self, p: 'only vectors'": "only vectors",
 }
 CALLS = {
-    f"{call.format(f'made(Mapped, {body})')}": f"ValueError: {text}"
+    f"{call.format(f'made(Mapped, {body})')}": text
     for call in ("{}.pure(lr=0.1).init(matrix)", "{}([matrix], lr=0.1)")
     for body, text in SHAPES.items()
 }

@@ -426,26 +426,26 @@ def test_a_storage_that_changes_in_mid_run_is_the_storage(before: str, now: str)
 
 
 STORAGES_REFUSED = {
-    "storage='small'": r"ValueError: storage='small': allowed are \['compact'",
+    "storage='small'": r"storage='small': allowed are \['compact'",
     "storage=('exact', '8bit')": "TypeError: allowed are",
-    "storage=Storage('half')": "ValueError: storage.param='half': allowed",
+    "storage=Storage('half')": "storage.param='half': allowed",
     "storage=Storage(None, torch.int8)": "TypeError: 8bit",
-    "storage='compact', state_dtype=torch.float32": "ValueError: choose one way",
+    "storage='compact', state_dtype=torch.float32": "choose one way",
 }
 REFUSED = {
     f"{call}, {options})": text
     for options, text in STORAGES_REFUSED.items()
     for call in ("AdamW([w]", "adamw_init(w")
 } | {
-    "AdamW([w], storage='compact', kahan_sum=True)": "ValueError: choose one way",
-    "AdamW([norm], storage='exact')": "ValueError: no parameter is bfloat16",
+    "AdamW([w], storage='compact', kahan_sum=True)": "choose one way",
+    "AdamW([norm], storage='exact')": "no parameter is bfloat16",
     "AdamW([norm]).add_param_group({'params': [other], 'storage': 'compact'})": (
-        "ValueError: no parameter is bfloat16 or float16"
+        "no parameter is bfloat16 or float16"
     ),
-    "SGD([w], lr=0.1, storage=Storage(moments='8bit'))": "ValueError: keeps no moments",
-    "sgd_init([w], storage=Storage(moments='8bit'))": "ValueError: keeps no moments",
+    "SGD([w], lr=0.1, storage=Storage(moments='8bit'))": "keeps no moments",
+    "sgd_init([w], storage=Storage(moments='8bit'))": "keeps no moments",
     "ScheduleFreeSGD([w], storage=Storage('kahan', '8bit'))": (
-        "ValueError: schedule_free_sgd keeps no moments in 8 bits"
+        "schedule_free_sgd keeps no moments in 8 bits"
     ),
 }
 

@@ -37,31 +37,25 @@ NOT_NUMBERS += ("torch.tensor([0.1]).to_sparse()", "'0.1'")
 OF_ANOTHER = "are another rule's"
 # What is written into a saved state of AdamW, of its group or of the entry of 1.weight.
 WRITTEN = {
-    "entry['step'] -= 9": "ValueError: '1.weight'.*allowed is at least 0",
-    "entry['step'] = -3": r"ValueError: \['step'\] is -3\.0: allowed is at least",
-    "entry['step'] = None": r"ValueError: the optimizer needs .*'step'\]",
-    "entry['exp_avg'] = entry['exp_avg'][:1]": "ValueError: '1.weight'.*has shape",
-    "entry['exp_avg'] = entry['exp_avg'].reshape(2, -1)": (
-        "ValueError: '1.weight'.*has shape"
-    ),
-    "entry['exp_avg'] = entry['exp_avg'].int()": (
-        "ValueError: '1.weight'.*dtype torch.int32"
-    ),
-    "entry['exp_avg'] = entry['exp_avg'].to_sparse()": (
-        "ValueError: '1.weight'.* is .*allowed"
-    ),
+    "entry['step'] -= 9": "'1.weight'.*allowed is at least 0",
+    "entry['step'] = -3": r"\['step'\] is -3\.0: allowed is at least",
+    "entry['step'] = None": r"the optimizer needs .*'step'\]",
+    "entry['exp_avg'] = entry['exp_avg'][:1]": "'1.weight'.*has shape",
+    "entry['exp_avg'] = entry['exp_avg'].reshape(2, -1)": "'1.weight'.*has shape",
+    "entry['exp_avg'] = entry['exp_avg'].int()": "'1.weight'.*dtype torch.int32",
+    "entry['exp_avg'] = entry['exp_avg'].to_sparse()": "'1.weight'.* is .*allowed",
     "entry['exp_avg'] = 'x'": "TypeError: '1.weight'.*='x': allowed is a tensor",
-    "entry['exp_avg_sq'] = None": "ValueError: '1.weight'.*the optimizer needs",
-    "del entry['exp_avg']": r"ValueError: state\['1.weight'\] holds",
-    "entry['square_avg'] = torch.zeros(4, 4)": f"ValueError: '1.weight'.*{OF_ANOTHER}",
-    "entry['mu'] = torch.zeros(())": f"ValueError: '1.weight'.*{OF_ANOTHER}",
-    "saved['state'][0] = 1": r"ValueError: state\['0.weight'\] is 1: allowed is a dict",
-    "del saved['state']": "ValueError: state_dict holds",
-    "saved['state'] = None": "ValueError: an optimizer's holds 'state' and",
-    "saved['param_groups'] = None": "ValueError: an optimizer's holds 'state' and",
-    "del group['params']": "ValueError: state_dict holds",
-    "group['lr'] = -1.0": "ValueError: learning rate",
-    "group['betas'] = (0.1, 0.2, 0.3)": "ValueError: betas",
+    "entry['exp_avg_sq'] = None": "'1.weight'.*the optimizer needs",
+    "del entry['exp_avg']": r"state\['1.weight'\] holds",
+    "entry['square_avg'] = torch.zeros(4, 4)": f"'1.weight'.*{OF_ANOTHER}",
+    "entry['mu'] = torch.zeros(())": f"'1.weight'.*{OF_ANOTHER}",
+    "saved['state'][0] = 1": r"state\['0.weight'\] is 1: allowed is a dict",
+    "del saved['state']": "state_dict holds",
+    "saved['state'] = None": "an optimizer's holds 'state' and",
+    "saved['param_groups'] = None": "an optimizer's holds 'state' and",
+    "del group['params']": "state_dict holds",
+    "group['lr'] = -1.0": "learning rate",
+    "group['betas'] = (0.1, 0.2, 0.3)": "betas",
     **{
         f"group[{key!r}] = {x}": rf"TypeError: param_groups\[0\]\['{key}'\] is .*: allo"
         for key, values in NOT_LISTS.items()
@@ -74,10 +68,10 @@ LOADS = {f"{change}; load(saved)": text for change, text in WRITTEN.items()} | {
 }
 LOADS |= {
     "unnamed['param_groups'].clear(); plain.load_state_dict(unnamed)": (
-        "ValueError: different number of parameter groups: it has 0"
+        "different number of parameter groups: it has 0"
     ),
     "unnamed['param_groups'][0]['params'].pop(); plain.load_state_dict(unnamed)": (
-        "ValueError: has 5 parameters"
+        "has 5 parameters"
     ),
 }
 LOADS["mixed.load_state_dict('run.pt')"] = "TypeError: state_dict=.*: allowed is a dict"
@@ -105,7 +99,7 @@ for _key in ("step", "d", "exp_avg"):
         f"entry = of_prodigy['state'][0]; entry[{_key!r}] = entry[{_key!r}].to_sparse(); "
     )
     LOADS[f"{_call}prodigy.load_state_dict(of_prodigy)"] = (
-        rf"ValueError: state\[0\]\['{_key}'\] is .*allowed"
+        rf"state\[0\]\['{_key}'\] is .*allowed"
     )
 
 
@@ -128,22 +122,22 @@ BAD_WEIGHTS = (
     "'x'",
     "None",
 )
-NONE = "ValueError: none of the model's parameters"
+NONE = "none of the model's parameters"
 FORMS = {
     # The pure form, and back.
-    "unnamed.functional()": "ValueError: have no names",
-    "grouped.functional()": "ValueError: differ in hyper",
-    "late.functional()": "ValueError: one step count",
+    "unnamed.functional()": "have no names",
+    "grouped.functional()": "differ in hyper",
+    "late.functional()": "one step count",
     "adamw.load_functional(of(leaves={**leaves, 'x': leaves['0.bias']}))": (
-        "ValueError: 'x' is no parameter"
+        "'x' is no parameter"
     ),
     "adamw.load_functional(of(leaves={**leaves, '1.bias': leaves['0.bias']}))": (
-        r"ValueError: leaves\['1.bias'\]"
+        r"leaves\['1.bias'\]"
     ),
     "adamw.load_functional(state, {**params, '1.bias': params['0.bias']})": (
-        r"ValueError: params\['1.bias'\] has shape"
+        r"params\['1.bias'\] has shape"
     ),
-    "adamw.load_functional(lion_init(params))": "ValueError: the optimizer needs",
+    "adamw.load_functional(lion_init(params))": "the optimizer needs",
     # Weights in float32.
     "adamw.master_state_dict(network())": NONE,
     "adamw.load_master_state_dict(network(), masters)": NONE,
@@ -154,40 +148,34 @@ FORMS = {
         "TypeError: state_dict=None: allowed is a dict by name"
     ),
     "adamw.load_master_state_dict(model, {**masters, 'x': torch.ones(4)})": (
-        r"ValueError: ^state_dict: no parameters \['x'\]$"
+        r"^state_dict: no parameters \['x'\]$"
     ),
     "masters['x'] = masters.pop('1.bias'); adamw.load_master_state_dict(model, masters)": (
-        r"ValueError: nothing for \['1.bias'\], and no parameters \['x'\]$"
+        r"nothing for \['1.bias'\], and no parameters \['x'\]$"
     ),
     "adamw.load_master_state_dict(model, {**masters, '1.bias': torch.ones(3)})": (
-        r"ValueError: '1.bias'\] has shape \(3,\).*\(4,\)"
+        r"'1.bias'\] has shape \(3,\).*\(4,\)"
     ),
     # Other rules and options.
-    "lion.load_state_dict(uncoded.state_dict())": (
-        rf"ValueError: \['exp_avg_sq'\] {OF_ANOTHER}"
-    ),
-    "lion.load_state_dict(coded.state_dict())": (
-        rf"ValueError: \['exp_avg_sq'\] {OF_ANOTHER}"
-    ),
-    "unnamed.load_fitting(adamw.state_dict())": (
-        "ValueError: this optimizer's parameters have no names"
-    ),
+    "lion.load_state_dict(uncoded.state_dict())": rf"\['exp_avg_sq'\] {OF_ANOTHER}",
+    "lion.load_state_dict(coded.state_dict())": rf"\['exp_avg_sq'\] {OF_ANOTHER}",
+    "unnamed.load_fitting(adamw.state_dict())": "this optimizer's parameters have no names",
     "fitting.load_fitting(theirs.state_dict())": (
-        "ValueError: no 'param_names', by which entries are found"
+        "no 'param_names', by which entries are found"
     ),
     "free.load_fitting(adamw.state_dict())": "RuntimeError: load_fitting",
     "free.reset()": r"RuntimeError: reset\(\) in eval mode",
     # Parts that begin anew.
-    "adamw.reset(other)": r"ValueError: of shape \(3,\) is in none",
-    "adamw.reset([w, other])": "ValueError: in none of the groups",
+    "adamw.reset(other)": r"of shape \(3,\) is in none",
+    "adamw.reset([w, other])": "in none of the groups",
     "adamw.reset(['w'])": r"TypeError: reset\(params=...\) got 'w'",
-    "adamw.reset(rows=[0])": "ValueError: without params",
-    "adamw.reset(w, rows=[50])": r"ValueError: rows=\[50\].* \(6, 4\)",
-    "adamw.reset(w, rows=[0.5])": "ValueError: allowed are indices",
-    "adamw.reset(w, rows=[True])": "ValueError: or a bool for each",
-    "adamw.reset(w, rows={1})": r"ValueError: rows=\{1\}.*are indices",
-    "adamw.reset(w, slice(2))": "ValueError: rows=slice.*are indices",
-    "SOAP([w]).reset(w, rows=[0])": r"ValueError: soap: its .*factors, bases are of the",
+    "adamw.reset(rows=[0])": "without params",
+    "adamw.reset(w, rows=[50])": r"rows=\[50\].* \(6, 4\)",
+    "adamw.reset(w, rows=[0.5])": "allowed are indices",
+    "adamw.reset(w, rows=[True])": "or a bool for each",
+    "adamw.reset(w, rows={1})": r"rows=\{1\}.*are indices",
+    "adamw.reset(w, slice(2))": "rows=slice.*are indices",
+    "SOAP([w]).reset(w, rows=[0])": r"soap: its .*factors, bases are of the",
 }
 for _bad in BAD_WEIGHTS:
     FORMS |= {
@@ -261,7 +249,7 @@ TO_TORCH = {
 }
 
 
-@refuses({f"to_torch({call})": f"ValueError: {text}" for call, text in TO_TORCH.items()})
+@refuses({f"to_torch({call})": text for call, text in TO_TORCH.items()})
 def test_what_torch_cannot_go_on_with() -> Scene:
     def to_torch(factory: Any, options: Any) -> Any:
         w = torch.ones(4, 4, requires_grad=True)

@@ -2,9 +2,10 @@
 
 A table maps a call to the last line of its traceback: `"adamw(lr='a')": "TypeError: Inv"`.
 Both are text. The name of the error's class is followed by a regular expression, which is
-searched for in the error's text. All statements but the last prepare what the last refuses:
+searched for in the error's text. An expression alone stands for a ValueError. If there are
+several statements, all but the last prepare what the last one refuses:
 
-    @refuses({"p.grad = torch.ones(3); optimizer.step()": r"ValueError: grads\\[0\\] has"})
+    @refuses({"p.grad = torch.ones(3); optimizer.step()": r"grads\\[0\\] has"})
     def test_gradients_that_do_not_fit() -> Scene:
         p = torch.ones(2, requires_grad=True)
         optimizer = AdamW([p], lr=0.1)
@@ -22,6 +23,7 @@ import copy
 import dataclasses
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -75,11 +77,13 @@ def refused(
 
 def rows(table: Mapping[str, str]) -> list[Refused]:
     """Return the rows of a table from calls to the last lines of their tracebacks."""
-    parts = [(call, *said.partition(": ")) for call, said in table.items()]
-    return [
-        Refused(call, tuple([getattr(builtins, x) for x in kinds.split("|")]), text)
-        for call, kinds, _, text in parts
-    ]
+    found: list[Refused] = []
+    for call, said in table.items():
+        named = re.match(r"([A-Z][\w|]+Error): ", said)
+        errors = named[1].split("|") if named else ["ValueError"]
+        text = said[named.end() :] if named else said
+        found.append(Refused(call, tuple([getattr(builtins, x) for x in errors]), text))
+    return found
 
 
 def refuses(

@@ -1,4 +1,4 @@
-"""What must not change unseen: each rule's operations, error texts, state layouts.
+"""What must not change unseen: each rule's operations and the layouts of states.
 
 After a change that is meant, run with EXPECTTEST_ACCEPT=1 and review the diff.
 """

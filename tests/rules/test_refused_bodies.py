@@ -247,7 +247,6 @@ OPTIONS = "storage maximize step decay numbers params t x g s self pure factory 
 BODIES |= {
     f"{name}=1.0, __annotations__={{{name!r}: float}}": f"{name} is an option or a method"
     for name in f"{OPTIONS} Running bare keywords rule_of rule_for".split()
-    if name != "self"
 } | {
     f"{name}=lambda self: None": f"{name} is an option or a method"
     for name in ("update", "bare", "rule_for", "factory", "pure")

@@ -112,20 +112,6 @@ def test_recipes_do_not_cast_frozen_codes(dtype: torch.dtype) -> None:
     optimizer.step()
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support")
-def test_what_is_trained_is_checked_as_before() -> None:
-    for dtype in (torch.float8_e4m3fn, torch.complex32):
-        w = nn.Parameter(torch.empty(2, dtype=dtype))
-        with pytest.raises(TypeError, match=r"params\['w'\] has dtype torch\."):
-            AdamW([("w", w)])
-    w = nn.Parameter(torch.ones(2, dtype=torch.uint8), requires_grad=False)
-    optimizer = AdamW([("w", w)], **EAGER)
-    w.grad = torch.ones(2, dtype=torch.uint8)
-    with pytest.raises(TypeError, match=r"\['w'\] has dtype torch\.uint8: allowed are fl"):
-        optimizer.step()
-    assert w.tolist() == [1, 1] and not optimizer.state
-
-
 def test_frozen_low_precision_does_not_warn_of_moments_that_it_has_not() -> None:
     frozen = nn.Parameter(torch.ones(2, dtype=torch.bfloat16), requires_grad=False)
     AdamW([frozen, nn.Parameter(torch.ones(2))], betas=(0.9, 0.999))
@@ -162,56 +148,11 @@ def test_describe_counts_no_state_of_frozen_parameters(how: dict[str, Any]) -> N
     assert bytes_of(optimizer) == [held + each * 128 * 128]
 
 
-of: Any = optimi_func
-TREE: Any = {"w": torch.ones(2)}
 W = nn.Parameter(torch.ones(2))
-SAID: dict[str, Any] = {
-    r"module: pass model\.named_param.*, or par": lambda: of.AdamW(nn.Linear(2, 1)),
-    "is a module": lambda: of.Mixed(nn.Linear(2, 1), ("*", adamw(lr=1.0))),
-    "pass the class": lambda: of.memory.plan(nn.Linear(2, 1), AdamW([W]), "1MB"),
-    "AdamW has no argument 'weigth_decay': did you mean 'weight_decay'": lambda: of.AdamW(
-        [W], weigth_decay=0.1
-    ),
-    "Lion has no argument 'zeal': allowed ar": lambda: of.Lion([W], lr=0.1, zeal=1),
-    r"missing a required argument: 'lr' of Lion\(params, lr, b": lambda: of.Lion([W]),
-    r"missing a required argument: 'params' of AdamW\(": lambda: of.AdamW(lr=0.1),
-    "adamw has no argument 'bata': .* 'betas'": lambda: of.adamw(lr=0.1, bata=0.1),
-    r"too many positional.* of adamw\(\*, lr=0\.001, wei": lambda: of.adamw(0.1),
-    r"too many positional arguments of adamw\(\*, lr=": lambda: of.adamw_step(
-        TREE, TREE, adamw_init(TREE), 0.1
-    ),
-    r"missing a required (keyword-only )?argument: 'lr' of lion\(\*, lr": lambda: (
-        of.lion_step(TREE, TREE, of.lion_init(TREE))
-    ),
-    "adamw has no argument 'ep': did you mean 'eps'": lambda: of.compiled.adamw_step(
-        TREE, TREE, adamw_init(TREE), lr=1, ep=1
-    ),
-}
-
-
-THEIRS = ("SparseAdam", "lr_scheduler", "Optimizer")
-
-
-@pytest.mark.parametrize("name", THEIRS)
-def test_names_of_torch_optim_that_are_not_here(name: str) -> None:
-    text = f"module 'optimi_func' has no attribute '{name}': use torch.optim.{name}"
-    text += ", or for your own optimi_func.rules.Optimizer" * (name == "Optimizer")
-    with pytest.raises(AttributeError) as found:
-        getattr(optimi_func, name)
-    assert str(found.value) == text
-    with pytest.raises(ImportError) as imported:
-        exec(f"from optimi_func import {name}")
-    assert str(imported.value) == text
 
 
 def test_other_names_that_are_not_here() -> None:
     assert not hasattr(optimi_func, "Adamw") and not hasattr(optimi_func, "__wrapped__")
-    with pytest.raises(ImportError, match="no attribute 'Adamw': did you mean 'AdamW'"):
-        exec("from optimi_func import Adamw")
-    with pytest.raises(AttributeError, match="'Rmsprop': did you mean 'RMSprop'"):
-        _ = optimi_func.Rmsprop
-    with pytest.raises(ImportError, match="cannot import name 'AdamWW'"):
-        exec("from optimi_func import AdamWW")
     exec("from optimi_func import testing, warm")  # modules that it does not import
 
 
@@ -219,8 +160,6 @@ def test_compiled_has_the_functions_that_make_states() -> None:
     for name in NAMES:
         init = getattr(optimi_func, f"{name}_init")
         assert getattr(optimi_func.compiled, f"{name}_init") is init
-    with pytest.raises(AttributeError, match=r"optimi_func\.compiled.* 'adamw_stp'"):
-        optimi_func.compiled.adamw_stp  # noqa: B018
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -237,12 +176,6 @@ def test_values_have_the_lr_of_their_class(name: str) -> None:
     for _ in range(2):
         new, expected = step(p, p, state), step(p, p, state, lr=of_class)
         assert torch.equal(new[0]["w"], expected[0]["w"])
-
-
-@pytest.mark.parametrize("text", SAID)
-def test_what_is_said_of_a_wrong_call(text: str) -> None:
-    with pytest.raises(TypeError, match=text):
-        SAID[text]()
 
 
 SWITCHES = [x.name for x in fields(FunctionalOptimizer) if x.type is bool]
@@ -266,14 +199,14 @@ def test_a_switch_is_true_or_false(name: str, value: Any) -> None:
 def test_pure_states_check_kahan_sum(value: Any) -> None:
     for init in (adamw_init, adamw(lr=0.1).init):
         with pytest.raises(TypeError, match=r"kahan_sum=.*: allowed are None, True and Fa"):
-            init(TREE, kahan_sum=value)
+            init({"w": W}, kahan_sum=value)
 
 
 @pytest.mark.parametrize("name", ["lr", "weight_decay", "eps", "betas", "max_lr"])
 def test_a_number_is_of_one_element(name: str) -> None:
     text = f"Tensor {name} must be 1-element"
     with pytest.raises(ValueError, match=text):
-        of.AdamW([W], **{name: torch.ones(2)})
+        AdamW([W], **{name: torch.ones(2)})
 
 
 def test_a_misspelt_key_of_a_group_is_told() -> None:
@@ -419,5 +352,3 @@ def test_options_of_mixed_are_those_of_every_optimizer() -> None:
             spelled = getattr(annotation, "__forward_arg__", annotation)
             assert spelled == taken[name].annotation == shown[name].annotation, name
             assert taken[name].default == shown[name].default, name
-        with pytest.raises(TypeError, match=r"has no argument 'storag': did you mean"):
-            made(nn.Linear(2, 2), storag="exact")

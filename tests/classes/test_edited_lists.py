@@ -15,6 +15,7 @@ import pytest
 import seeds
 import torch
 from cases import CLASSES, NAMES, SCHEDULE_FREE, SOME
+from refusals import Scene, refused, refuses
 from tiers import built, row
 from torch import Tensor, nn
 
@@ -340,24 +341,45 @@ def test_a_new_parameter_has_the_name_of_the_one_in_whose_place_it_is() -> None:
     assert names_in(optimizer) == [["layer0", "layer1"], ["layer2", "layer3"]]
 
 
-@pytest.mark.parametrize("load", [False, True])
-def test_a_parameter_without_a_name_is_an_error_that_says_which(load: bool) -> None:
-    optimizer, ps = named({}, {})
-    saved = optimizer.state_dict()
-    group = optimizer.param_groups[1]
-    group["params"] = [ps[3], parameter(9, 5), ps[2]]
-    message = r"param_groups\[1\]\['params'\]\[1\], of shape \(5,\), has no name"
-    with pytest.raises(ValueError, match=message):
-        optimizer.load_state_dict(saved) if load else optimizer.state_dict()
-    group["param_names"] = ["layer3", "new", "layer2"]
-    assert names_in(optimizer)[1] == ["layer3", "new", "layer2"]
+SECOND = r"param_groups\[1\]\['params'\]\[0\].* has no name"
+FIRST = r"param_groups\[0\]\['params'\]\[0\].* has no name"
+FIFTH = r"param_groups\[1\]\['params'\]\[1\], of shape \(5,\), has no name"
+REFUSED = {
+    "second['params'] = [d, parameter(9, 5), c]; save()": FIFTH,
+    "second['params'] = [d, parameter(9, 5), c]; optimizer.load_state_dict(saved)": FIFTH,
+    # An appended parameter is not taken for one that was dropped before it.
+    "first['params'] = [b, parameter(9, 2)]; save()": "has no name",
+    # A name beside one that was appended is not that of a dropped one.
+    "first['param_names'] = [*first['param_names'], 'adapter']; "
+    "first['params'] = [a, parameter(9, 2)]; save()": "has no name",
+    # One that returns has lost a name that another has got.
+    **{
+        f"first['params'].remove(a); {steps}"
+        "optimizer.add_param_group({'params': [('layer0', parameter(9, 2))]}); "
+        "first['params'].insert(0, a); save()": FIRST
+        for steps in ("", "optimizer.step(); ")
+    },
+    # Errors name the parameter and not its place.
+    "optimizer.step(); first['params'].reverse(); a.grad = a.grad.to_sparse(); "
+    "optimizer.step()": "TypeError: layer0",
+    "second['params'].append(a); optimizer.step()": (
+        r"layer0.* param_groups\[0\] and in param"
+    ),
+    # Each list is known from an earlier step, and together they have a parameter twice.
+    "first['params'], second['params'] = [a, b], [c]; optimizer.step(); "
+    "first['params'], second['params'] = [b], [c, a]; optimizer.step(); "
+    "first['params'] = [a, b]; optimizer.step()": "layer0",
+}
 
 
-def test_an_appended_parameter_is_not_taken_for_one_that_was_dropped_before_it() -> None:
-    optimizer, ps = named({}, {})
-    optimizer.param_groups[0]["params"] = [ps[1], parameter(9, 2)]
-    with pytest.raises(ValueError, match="has no name"):
-        optimizer.state_dict()
+@refuses(REFUSED)
+def test_edits_that_are_refused() -> Scene:
+    optimizer, (a, b, c, d) = named({}, {"lr": 1.0}, momentum=0.9)
+    for p in (a, b, c, d):
+        p.grad = torch.ones_like(p)
+    first, second = optimizer.param_groups
+    saved, save = optimizer.state_dict(), optimizer.state_dict
+    return locals()
 
 
 def test_a_group_that_is_refused_gives_no_names() -> None:
@@ -372,45 +394,33 @@ def test_a_group_that_is_refused_gives_no_names() -> None:
     assert names_in(optimizer)[2] == ["new", "layer3"]
 
 
-def test_a_replaced_parameter_is_not_named_after_one_that_was_taken_out() -> None:
-    """It replaces layer0, which had moved to the place that layer2 left."""
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("adapters", [[], ["adapter0"]])
+def test_a_replaced_parameter_is_not_named_after_another(
+    frozen: bool, adapters: Any
+) -> None:
+    """It replaces layer0, which had moved to the place that layer2 left.
+
+    Names of other parameters, which follow their lists, are written before the error.
+    """
     optimizer, ps = named({}, {})
     first, second = optimizer.param_groups
-    second["params"] = [parameter(9, 2), ps[3]]
-    first["params"] = [ps[1]]
-    with pytest.raises(
-        ValueError, match=r"param_groups\[1\]\['params'\]\[0\].* has no name"
-    ):
-        optimizer.state_dict()
+    ps[0].requires_grad_(not frozen)
+    first["param_names"] = [*first["param_names"], *adapters]
+    second["params"], first["params"] = [parameter(9, 2), ps[3]], [ps[1]]
+    refused(optimizer.state_dict, ValueError, SECOND, ps)
+    first["param_names"] = ["layer1"]
     second["param_names"] = ["layer0", "layer3"]
     assert names_in(optimizer) == [["layer1"], ["layer0", "layer3"]]
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("fits", [False, True])
-def test_a_replaced_parameter_has_its_name_if_no_other_fits(
-    frozen: bool, fits: bool
-) -> None:
+def test_a_replaced_parameter_has_its_name_if_no_other_fits(frozen: bool) -> None:
     optimizer, ps = named({}, {})
     first, second = optimizer.param_groups
     ps[0].requires_grad_(not frozen)
-    second["params"], first["params"] = [parameter(9, 2 if fits else 5), ps[3]], [ps[1]]
-    if not fits:
-        assert names_in(optimizer) == [["layer1"], ["layer2", "layer3"]]
-        return
-    with pytest.raises(ValueError, match=r"param_groups\[1\]\['params'\]\[0\].* no name"):
-        optimizer.state_dict()
-
-
-def test_one_new_name_is_not_that_of_one_new_parameter_if_there_are_more() -> None:
-    """adapter0 was taken out again, and adapter1 moved to the other group."""
-    optimizer, (_, _, c, d) = named({}, {})
-    first, second = optimizer.param_groups
-    second["param_names"] = [*second["param_names"], "adapter0"]
-    first["param_names"] = [*first["param_names"], "adapter1"]
-    second["params"] = [parameter(9, 2), c, d]
-    with pytest.raises(ValueError, match=r"param_groups\[1\]\['params'\]\[0\].* no name"):
-        optimizer.state_dict()
+    second["params"], first["params"] = [parameter(9, 5), ps[3]], [ps[1]]
+    assert names_in(optimizer) == [["layer1"], ["layer2", "layer3"]]
 
 
 def test_one_without_a_name_takes_none_when_it_moves() -> None:
@@ -450,15 +460,6 @@ def test_a_name_that_was_written_stays_with_its_parameter_in_another_group() -> 
     assert names_in(optimizer) == [["layer0", "layer1", "layer2"], ["adapter", "layer3"]]
 
 
-def test_a_name_beside_one_that_was_appended_is_not_that_of_a_dropped_one() -> None:
-    optimizer, ps = named({}, {})
-    group = optimizer.param_groups[0]
-    group["param_names"] = [*group["param_names"], "adapter"]
-    group["params"] = [ps[0], parameter(9, 2)]
-    with pytest.raises(ValueError, match="has no name"):
-        optimizer.state_dict()
-
-
 def test_names_of_other_parameters_are_refused_with_a_warning() -> None:
     optimizer, _ = named({}, {})
     optimizer.param_groups[0]["param_names"] = ["layer1", "layer0"]
@@ -472,20 +473,6 @@ def test_a_group_that_was_refused_leaves_no_trace_in_names() -> None:
         optimizer.add_param_group({"params": [("bad", parameter(9, 2))], "lr": -1.0})
     optimizer.param_groups[0]["params"][0] = parameter(8, 2)
     assert names_in(optimizer) == [["layer0", "layer1"], ["layer2", "layer3"]]
-
-
-@pytest.mark.parametrize("steps", [0, 1])
-def test_one_that_returns_has_lost_a_name_that_another_has_got(steps: int) -> None:
-    optimizer, ps = named({}, {})
-    optimizer.param_groups[0]["params"].remove(ps[0])
-    for _ in range(steps):
-        optimizer.step()
-    optimizer.add_param_group({"params": [("layer0", parameter(9, 2))]})
-    optimizer.param_groups[0]["params"].insert(0, ps[0])
-    with pytest.raises(
-        ValueError, match=r"param_groups\[0\]\['params'\]\[0\].* has no name"
-    ):
-        optimizer.state_dict()
 
 
 def test_the_name_of_a_frozen_layer_is_given_away_with_a_warning() -> None:
@@ -538,16 +525,6 @@ def test_copies_have_the_names_of_now(how: Any) -> None:
     assert names_in(other) == [["layer1", "layer0"], ["layer3", "layer2"]]
 
 
-def test_errors_name_the_parameter_and_not_the_place() -> None:
-    optimizer, ps = named({}, {})
-    ps[0].grad = torch.ones(2, dtype=torch.float64)
-    optimizer.step()
-    optimizer.param_groups[0]["params"].reverse()
-    ps[0].grad = torch.ones(2, dtype=torch.float64).to_sparse()
-    with pytest.raises((TypeError, ValueError), match="layer0"):
-        optimizer.step()
-
-
 def test_extras_by_name_go_with_the_parameter() -> None:
     """Those of `step()`, and the pure optimizer's tree."""
     optimizer, ps = named({}, kind=AdamW)
@@ -556,38 +533,6 @@ def test_extras_by_name_go_with_the_parameter() -> None:
     optimizer.param_groups[0]["params"].reverse()
     _, state = optimizer.functional()
     assert state.leaves["layer0"].rule_state.exp_avg.unique() == 7
-
-
-def test_one_that_is_in_two_groups_is_an_error_before_anything_is_written() -> None:
-    optimizer, ps = named({}, {"lr": 1.0}, momentum=0.9)
-    for p in ps:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    lists = [[*group["params"]] for group in optimizer.param_groups]
-    before = [p.detach().clone() for p in ps]
-    optimizer.param_groups[1]["params"].append(ps[0])
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"layer0.* param_groups\[0\] and in param"):
-            optimizer.step()
-    assert all(map(torch.equal, before, ps))
-    for group, ps_then in zip(optimizer.param_groups, lists):
-        group["params"] = ps_then
-    optimizer.step()
-    assert not any(map(torch.equal, before, ps))
-
-
-def test_lists_that_were_stepped_apart_are_no_pair() -> None:
-    """Each list is known from an earlier step, and together they have a parameter twice."""
-    optimizer, (a, b, c, _) = named({}, {"lr": 1.0})
-    first, second = optimizer.param_groups
-    for p in (a, b, c):
-        p.grad = torch.ones_like(p)
-    for lists in ([a, b], [c]), ([b], [c, a]):
-        first["params"], second["params"] = lists
-        optimizer.step()
-    first["params"] = [a, b]
-    with pytest.raises(ValueError, match="layer0"):
-        optimizer.step()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,6 +10,7 @@ import skipped_worlds
 import torch
 import worlds
 from layers import loss_of, net
+from refusals import Scene, refuses
 from released import assert_same
 from torch import Tensor, nn
 
@@ -180,34 +181,39 @@ def test_release_drops_the_sums_of_a_skipped_step(steps: int | None) -> None:
     assert set(ours.skipped.values()) == {1} and not ours.accumulating
 
 
-def test_what_cannot_be_honoured_is_refused() -> None:
+CYCLE = "accumulation='buffer', accumulation_steps=2"
+REFUSED = {
+    **{
+        f"made('AdamW', model, skip_nonfinite={x})": (r"allowed are False and 'step'\. By")
+        for x in ("True", "'steps'", "None", "0")
+    },
+    "prepare_for_gradient_release(model, optimizer)": (
+        "of the optimizer: pass it to this handle too"
+    ),
+    "optimizer.step(param=model[0].weight)": (
+        r"with step\(param=\.\.\.\), which is a part of a step"
+    ),
+    "optimizer.optimizer_accumulation = True; optimizer.step()": (
+        "RuntimeError: with optimizer_accumulation=True"
+    ),
+    **{
+        f"prepare_for_gradient_release(model, optimizer, {options}**SKIP)": (
+            "has to know every gradient before the first"
+        )
+        for options in ("", "clip_value=1.0, ", "accumulation='states', ", f"{CYCLE}, ")
+    },
+    "train_step(model, nn.functional.mse_loss, made('AdamW', model, **SKIP))": (
+        "skip_nonfinite='step': make it without"
+    ),
+}
+
+
+@refuses(REFUSED)
+def test_what_cannot_be_honoured_is_refused() -> Scene:
     model = net()
-    for value in (True, "steps", None, 0):
-        with pytest.raises(ValueError, match=r"allowed are False and 'step'\. By"):
-            made("AdamW", model, skip_nonfinite=value)
     optimizer = made("AdamW", model, gradient_release=True, **EAGER, **SKIP)
-    with pytest.raises(ValueError, match="of the optimizer: pass it to this handle too"):
-        prepare_for_gradient_release(model, optimizer)
     loss_of(model, 0).backward()
-    part = r"with step\(param=\.\.\.\), which is a part of a step"
-    with pytest.raises(ValueError, match=part):
-        optimizer.step(param=model[0].weight)
-    optimizer.optimizer_accumulation = True
-    with pytest.raises(RuntimeError, match="with optimizer_accumulation=True"):
-        optimizer.step()
-    optimizer.zero_grad()
-    for options in (
-        {},
-        {"clip_value": 1.0},
-        {"accumulation": "states"},
-        {"accumulation": "buffer", "accumulation_steps": 2},
-    ):
-        with pytest.raises(ValueError, match="has to know every gradient before the first"):
-            prepare_for_gradient_release(model, optimizer, **options, **SKIP)
-    optimizer.optimizer_accumulation = False
-    prepare_for_gradient_release(model, optimizer, accumulation="buffer", **SKIP).remove()
-    with pytest.raises(ValueError, match="skip_nonfinite='step': make it without"):
-        train_step(model, nn.functional.mse_loss, made("AdamW", model, **SKIP))
+    return locals() | {"train_step": train_step}
 
 
 CHECKS = [

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from planned import FEW, MANY, Net, by_name, squared
+from refusals import Scene, refuses
 from torch import Tensor, nn
 
 import optimi_func
@@ -108,16 +109,6 @@ def test_apply_prepares_the_accumulation() -> None:
     release.remove()
 
 
-def test_apply_refuses() -> None:
-    with torch.device("meta"):
-        model = Net()
-    best = plan(model, AdamW, "1GB").best
-    with pytest.raises(ValueError, match=r"model is on meta.*to_empty"):
-        best.apply(model)
-    with pytest.raises(ValueError, match="storage='compact': recipes decide it"):
-        best.apply(Net(), storage="compact")
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_column_says_what_makes_a_recipe_slower(device: str) -> None:
     found = by_name(plan(nn.Linear(256, 256), AdamW, "1GB", device=device))
@@ -161,21 +152,8 @@ SIZES = {"24GB": 24 * 10**9, " 1.5 mb ": 1_500_000, "16GiB": 2**34, 4e9: 4 * 10*
 
 
 def test_sizes() -> None:
-    model = nn.Linear(2, 2)
     for size, expected in SIZES.items():
-        assert plan(model, AdamW, size).budget == expected
-    for size in ("24", "GB", "24 G", "-3GB", "1e9GB", 0, -5, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match=r"budget=.*24GB"):
-            plan(model, AdamW, size)
-    # 24 alone was meant as gigabytes.
-    for size in (24, 24.0, 80_000):
-        with pytest.raises(ValueError, match=rf'budget={size} is .*write .*"{size:g}GB"'):
-            plan(model, AdamW, size)
-        with pytest.raises(ValueError, match="less than a megabyte"):
-            plan(model, AdamW, "1GB").within(size)
-    for size in (None, True, [1]):
-        with pytest.raises(TypeError, match=r"budget=.*24GB"):
-            plan(model, AdamW, size)
+        assert plan(nn.Linear(2, 2), AdamW, size).budget == expected
 
 
 class Asks(nn.Module):
@@ -185,62 +163,68 @@ class Asks(nn.Module):
         return x * x.sum().item()
 
 
-def test_a_forward_that_asks_for_values_is_named() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), Asks()))
-    with pytest.raises(RuntimeError, match=r"module 1\.1 \(Asks\)(.|\n)*item\(\)"):
-        plan(model, AdamW, "1GB", squared, torch.ones(2, 4))
-    with pytest.raises(RuntimeError, match="outside of all modules"):
-        plan(nn.Linear(4, 4), AdamW, "1GB", lambda m, x: 1 / 0, torch.ones(2, 4))
-
-
 class Uncopied(nn.Linear):
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError("not this one")
 
 
-def test_what_cannot_be_planned_is_refused() -> None:
+REFUSED = {
+    "plan(model, AdamW, '1GB', squared, {'x': far})": (
+        r"batch\['x'\] is on cuda:0, the model on cpu"
+    ),
+    "plan(model, AdamW, '1GB', lambda m, x: m(x), x)": (
+        r"loss of shape \(2, 4\): allowed is a scalar"
+    ),
+    "plan(model, AdamW, '1GB', lambda m, x: 1.0, x)": "TypeError: loss_fn returned float",
+    "plan(model, AdamW, '1GB', lambda m, x: x.sum(), x)": "depends on no parameter",
+    "plan(model, AdamW, '1GB', squared, None)": "loss_fn without batch",
+    "plan(model, AdamW, '1GB', None, x)": "batch without loss_fn",
+    "plan(model, AdamW, '1GB', 3, x)": "TypeError: loss_fn=3",
+    "plan(model, AdamW, '1GB', autocasts, x)": r"loss_fn enters torch.autocast\(.cuda.\)",
+    "plan(Uncopied(4, 4), AdamW, '1GB', squared, x)": (
+        r"RuntimeError: a Uncopied, cannot be copied.*not this one"
+    ),
+    "plan(asks, AdamW, '1GB', squared, x)": (
+        r"RuntimeError: module 1\.1 \(Asks\)(.|\n)*item\(\)"
+    ),
+    "plan(model, AdamW, '1GB', lambda m, x: 1 / 0, x)": (
+        "RuntimeError: outside of all modules"
+    ),
+    "plan(model.requires_grad_(False), AdamW, '1GB')": "no parameter to train",
+    "plan(nn.LazyLinear(4), AdamW, '1GB')": "weight has no shape yet",
+    "plan([model], AdamW, '1GB')": "TypeError: model=list",
+    "plan(model, torch.optim.AdamW, '1GB')": (
+        "TypeError: optimizer=.*adamw.AdamW.* makes a AdamW: allowed"
+    ),
+    "plan(nn.Sequential(model, nn.Linear(2, 2, device='meta')), AdamW, '1GB')": (
+        r"on \['cpu', 'meta'\]: a plan is for one device"
+    ),
+    "best.apply(meta)": r"model is on meta.*to_empty",
+    "best.apply(Net(), storage='compact')": "storage='compact': recipes decide",
+}
+for _size in ("24", "GB", "24 G", "-3GB", "1e9GB", 0, -5, "1e999", "-inf"):
+    REFUSED[f"plan(model, AdamW, {_size!r})"] = "budget=.*24GB"
+for _size in ("inf", "nan"):
+    REFUSED[f"plan(model, AdamW, {_size})"] = "budget=.*24GB"
+for _size in (24, 24.0, 80_000):  # 24 alone was meant as gigabytes
+    REFUSED[f"plan(model, AdamW, {_size})"] = rf'budget={_size} is .*write .*"{_size:g}GB"'
+    REFUSED[f"plan(model, AdamW, '1GB').within({_size})"] = "less than a megabyte"
+for _size in (None, True, [1]):
+    REFUSED[f"plan(model, AdamW, {_size})"] = "TypeError: budget=.*24GB"
+
+
+@refuses(REFUSED)
+def test_what_cannot_be_planned_is_refused() -> Scene:
     model, x = nn.Linear(4, 4), torch.ones(2, 4)
-    on_gpu = optimi_func.core.torch_private.fake_mode()
-    with on_gpu:
+    asks = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), Asks()))
+    with optimi_func.core.torch_private.fake_mode():
         far = torch.empty(2, 4, device="cuda")
-    refused: list[tuple[type[Exception], str, Any]] = [
-        (ValueError, r"batch\['x'\] is on cuda:0, the model on cpu", (squared, {"x": far})),
-        (
-            ValueError,
-            r"loss of shape \(2, 4\): allowed is a scalar",
-            (lambda m, x: m(x), x),
-        ),
-        (TypeError, "loss_fn returned float", (lambda m, x: 1.0, x)),
-        (ValueError, "depends on no parameter", (lambda m, x: x.sum(), x)),
-        (ValueError, "loss_fn without batch", (squared, None)),
-        (ValueError, "batch without loss_fn", (None, x)),
-        (TypeError, "loss_fn=3", (3, x)),
-    ]
-    for error, text, (loss_fn, batch) in refused:
-        with pytest.raises(error, match=text):
-            plan(model, AdamW, "1GB", loss_fn, batch)
-    with pytest.raises(RuntimeError, match=r"a Uncopied, cannot be copied.*not this one"):
-        plan(Uncopied(4, 4), AdamW, "1GB", squared, x)
-    frozen = nn.Linear(4, 4).requires_grad_(False)
-    with pytest.raises(ValueError, match="no parameter to train"):
-        plan(frozen, AdamW, "1GB")
-    with pytest.raises(ValueError, match=r"weight has no shape yet"):
-        plan(nn.LazyLinear(4), AdamW, "1GB")
-    with pytest.raises(TypeError, match="model=list"):
-        plan([model], AdamW, "1GB")  # type: ignore[arg-type]
-    with pytest.raises(
-        TypeError, match=r"optimizer=.*adamw.AdamW.* makes a AdamW: allowed"
-    ):
-        plan(model, torch.optim.AdamW, "1GB")
-    two = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    with pytest.raises(ValueError, match=r"on \['cpu', 'meta'\]: a plan is for one device"):
-        plan(two, AdamW, "1GB")
+    with torch.device("meta"):
+        meta = Net()
+    best = plan(meta, AdamW, "1GB").best
 
-
-def test_autocast_of_another_device_is_refused() -> None:
-    """A plan runs on CPU tensors, on which autocast for CUDA has no effect."""
-
-    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+    def autocasts(model: nn.Module, x: Tensor) -> Tensor:
+        """Enters it for another device, on which a plan does not run."""
         before = torch.is_autocast_enabled("cuda")
         torch.set_autocast_enabled("cuda", True)
         try:
@@ -248,8 +232,7 @@ def test_autocast_of_another_device_is_refused() -> None:
         finally:
             torch.set_autocast_enabled("cuda", before)
 
-    with pytest.raises(ValueError, match=r"loss_fn enters torch.autocast\(.cuda.\)"):
-        plan(nn.Linear(4, 4), AdamW, "1GB", loss_fn, torch.ones(2, 4))
+    return locals()
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 from cases import assert_moved_alike, problem
+from refusals import Scene, refuses
 from torch import nn
 
-from optimi_func import AdamW, Lion, adamw, lion, prepare_for_gradient_release
+from optimi_func import AdamW, Lion, adamw, lion
 
 EAGER: dict[str, Any] = {"compile": False}
 DOUBLE = torch.float64
@@ -53,19 +54,6 @@ def test_the_factor_may_be_a_schedule_and_appear_in_mid_run(kind: Any, make: Any
     assert torch.equal(late.state[p]["prev_grad"], grads[-1]) and late.state[p]["step"] == 2
 
 
-def test_what_it_refuses() -> None:
-    p = nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match=r"amsgrad=True with mars=0\.025"):
-        AdamW([p], amsgrad=True, mars=0.025)
-    with pytest.raises(ValueError, match="mars=-1"):
-        lion(lr=0.1, mars=-1.0)
-    optimizer = AdamW([p], mars=0.025, **EAGER)
-    optimizer.init_state()
-    with pytest.raises(ValueError, match=r"torch\.optim cannot go on with mars=0\.025"):
-        optimizer.torch_state_dict()
-    net = nn.Linear(3, 2)
-    optimizer = AdamW(net.parameters(), mars=0.025, gradient_release=True, **EAGER)
-    with pytest.raises(ValueError, match="accumulat"):
-        prepare_for_gradient_release(
-            net, optimizer, accumulation="states", accumulation_steps=2
-        )
+@refuses({"AdamW([w], amsgrad=True, mars=0.025)": r"amsgrad=True with mars=0\.025"})
+def test_what_it_refuses() -> Scene:
+    return {"w": torch.ones(3, requires_grad=True)}

@@ -9,6 +9,7 @@ import pytest
 import reference
 import torch
 from cases import LR, assert_moved_alike, problem
+from refusals import Scene, refused, refuses
 from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
 
@@ -284,61 +285,50 @@ def test_a_matrix_of_zeros_stays_where_it_is() -> None:
     assert small.isfinite().all() and small.norm() < 1e-15
 
 
-BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"ns_steps": 0}, ValueError, "ns_steps=0: allowed are integers from 1 to 99"),
-    ({"ns_steps": 100}, ValueError, "ns_steps=100: allowed"),
-    ({"ns_steps": 2.0}, ValueError, r"ns_steps=2\.0: allowed"),
-    (
-        {"ns_steps": 5, "ns_coefficients": "quintic"},
-        ValueError,
-        "ns_steps=5 with ns_coefficients='quintic'.*5 steps: leave ns_steps out",
+ENDS = r"allowed are a number of equal parts"
+BAD = {
+    "ns_steps=0": "ns_steps=0: allowed are integers from 1 to 99",
+    "ns_steps=100": "ns_steps=100: allowed",
+    "ns_steps=2.0": r"ns_steps=2\.0: allowed",
+    "ns_steps=5, ns_coefficients='quintic'": (
+        "ns_steps=5 with ns_coefficients='quintic'.*5 steps: leave ns_steps out"
     ),
-    (
-        {"ns_steps": 2, "ns_coefficients": [(1.0, 2.0, 3.0)]},
-        ValueError,
-        "coefficients of 1 steps",
-    ),
-    ({"ns_coefficients": "cubic"}, ValueError, "'cubic': allowed are three.*'quintic'"),
-    ({"ns_coefficients": (1.0, 2.0)}, ValueError, r"\(1\.0, 2\.0\): allowed are three"),
-    (
-        {"ns_coefficients": (1.0, 2.0, float("nan"))},
-        ValueError,
-        r"nan\): allowed are three",
-    ),
-    (
-        {"ns_coefficients": [(1.0, float("inf"), 0.0)]},
-        ValueError,
-        "allowed are three finite",
-    ),
-    ({"ns_coefficients": []}, ValueError, "allowed are three"),
-    ({"ns_coefficients": None}, ValueError, "None: allowed are three"),
-    ({"adjust_lr_fn": "rms"}, ValueError, "'rms': allowed are.*None, which is 'original'"),
-    ({"ns_dtype": "int8"}, TypeError, "ns_dtype='int8': allowed are floating"),
-    ({"ns_dtype": "single9"}, TypeError, "ns_dtype='single9': allowed are floating"),
-    ({"ns_dtype": 16}, TypeError, "ns_dtype=16: allowed are floating"),
-    ({"split": 0}, ValueError, "split=0: allowed are a number of equal parts"),
-    ({"split": (2, -2)}, ValueError, "allowed are a number of equal parts"),
-    ({"split": ()}, ValueError, "allowed are a number of equal parts"),
-    ({"split": 2.0}, ValueError, r"split=2\.0: allowed are a number"),
-    ({"split": {}}, ValueError, r"split=\{\}: allowed are a number"),
-    ({"split": {"rows": 2, "columns": 2}}, ValueError, "'columns': 2}: allowed are a"),
-    ({"split": {"heads": 2}}, ValueError, "'heads': 2}: allowed are a number"),
-    ({"split": {"repeats": 2}}, ValueError, "'repeats': 2}: allowed are a number"),
-    ({"split": {"rows": 2, "repeats": 0}}, ValueError, "'repeats': 0}: allowed are a"),
-    ({"split": {"columns": [2, 0]}}, ValueError, r"\[2, 0\]}: allowed are a number"),
-    ({"momentum": 1.0}, ValueError, r"momentum=1\.0: allowed is finite.*below 1"),
-    ({"eps": -1.0}, ValueError, r"eps=-1\.0"),
-    ({"element_beta": 1.0}, ValueError, r"element_beta=1\.0: allowed is finite.*below 1"),
-    ({"hyperball": True}, ValueError, r"weight_decay=0\.1: allowed is 0 with hyperball"),
-]
+    "ns_steps=2, ns_coefficients=[(1.0, 2.0, 3.0)]": "coefficients of 1 steps",
+    "ns_coefficients='cubic'": "'cubic': allowed are three.*'quintic'",
+    "ns_coefficients=(1.0, 2.0)": r"\(1\.0, 2\.0\): allowed are three",
+    "ns_coefficients=(1.0, 2.0, nan)": r"nan\): allowed are three",
+    "ns_coefficients=[(1.0, inf, 0.0)]": "allowed are three finite",
+    "ns_coefficients=[]": "allowed are three",
+    "ns_coefficients=None": "None: allowed are three",
+    "adjust_lr_fn='rms'": "'rms': allowed are.*None, which is 'original'",
+    "ns_dtype='int8'": "TypeError: ns_dtype='int8': allowed are floating",
+    "ns_dtype='single9'": "TypeError: ns_dtype='single9': allowed are floating",
+    "ns_dtype=16": "TypeError: ns_dtype=16: allowed are floating",
+    "split=0": f"split=0: {ENDS}",
+    "split=(2, -2)": ENDS,
+    "split=()": ENDS,
+    "split=2.0": rf"split=2\.0: {ENDS}",
+    "split={}": rf"split=\{{\}}: {ENDS}",
+    "split={'rows': 2, 'columns': 2}": f"'columns': 2}}: {ENDS}",
+    "split={'heads': 2}": f"'heads': 2}}: {ENDS}",
+    "split={'repeats': 2}": f"'repeats': 2}}: {ENDS}",
+    "split={'rows': 2, 'repeats': 0}": f"'repeats': 0}}: {ENDS}",
+    "split={'columns': [2, 0]}": rf"\[2, 0\]}}: {ENDS}",
+    "hyperball=True": r"weight_decay=0\.1: allowed is 0 with hyperball",
+}
 
 
-@pytest.mark.parametrize(("options", "error", "text"), BAD, ids=lambda x: str(x)[:40])
-def test_options_that_are_none(options: Any, error: Any, text: str) -> None:
-    with pytest.raises(error, match=text):
-        muon(lr=0.1, **options)
-    with pytest.raises(error, match=text):
-        Muon([torch.nn.Parameter(torch.ones(4, 2))], **options)
+@pytest.mark.parametrize("make", [muon, partial(Muon, [torch.ones(4, 2)])])
+@refuses(
+    {f"make(lr=0.1, {options})": text for options, text in BAD.items()}
+    | {
+        "muon(lr=0.1, hyperball=True, weight_decay=torch.tensor(0.0))": (
+            "weight_decay=a tensor.*: allowed is 0 with hyper"
+        )
+    }
+)
+def test_options_that_are_none(make: Any) -> Scene:
+    return {"make": make}
 
 
 UNFIT = [
@@ -357,8 +347,8 @@ UNFIT = [
 
 @pytest.mark.parametrize(("options", "shape", "text"), UNFIT, ids=str)
 def test_parameters_that_it_does_not_take(options: Any, shape: Any, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        muon(lr=0.1, **options).init({"w": torch.ones(shape)})
+    value = muon(lr=0.1, **options)
+    refused(lambda: value.init({"w": torch.ones(shape)}), ValueError, text)
     rows = 3 if options == {"split": (2, 1)} else 16 if "rows" in str(options) else 12
     columns = 2 if "[1, 1]" in str(options) else 12
     good, bad = (torch.nn.Parameter(torch.ones(s)) for s in ((rows, columns), shape))
@@ -370,9 +360,7 @@ def test_parameters_that_it_does_not_take(options: Any, shape: Any, text: str) -
     optimizer.param_groups[0]["params"].append(bad)
     for p in (good, bad):
         p.grad = torch.ones_like(p)
-    with pytest.raises(ValueError, match=text):
-        optimizer.step()
-    assert (good == 1).all() and not optimizer.state
+    refused(optimizer.step, ValueError, text, [good, optimizer])
 
 
 @pytest.mark.kernels
@@ -453,19 +441,6 @@ def test_a_loaded_rule_of_torchs_is_its_own() -> None:
     back.load_state_dict(ours.torch_state_dict())
     group = back.param_groups[0]
     assert group["ns_coefficients"] == TABLES["standard"][0] and group["ns_steps"] == 5
-    for options in (
-        {"adjust_lr_fn": "rms_to_rms"},
-        {"ns_coefficients": "quintic"},
-        {"split": 2},
-        {"transposed": True},
-        {"maximize": True},
-        {"element_beta": 0.9},
-        {"adjust_lr_fn": "nuclear"},
-        {"hyperball": True, "weight_decay": 0.0},
-    ):
-        name = next(iter(options))
-        with pytest.raises(ValueError, match=f"cannot go on with {name}="):
-            started(Muon, [(4, 4)], **options, **EAGER)[1].torch_state_dict()
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -588,10 +563,6 @@ def test_norms_stay_and_lr_is_a_share_of_them(kind: Any, dtype: torch.dtype) -> 
         g = torch.ones_like(still) * (still.norm() == 0)
         end, _ = value.step(still, g, value.init(still))
         assert torch.equal(end, still)
-    with pytest.raises(
-        ValueError, match=r"weight_decay=a tensor.*: allowed is 0 with hyper"
-    ):
-        muon(lr=0.1, hyperball=True, weight_decay=torch.tensor(0.0))
     # A warmup begins at 0.
     value = muon(lr=0.0, **how)
     assert torch.equal(value.step(start, start + 1, value.init(start))[0], start)
@@ -614,8 +585,6 @@ def test_adamuons_signs_and_squares() -> None:
     torch.testing.assert_close(u, update_of(g.sign(), element_beta=0.9))
     assert u.square().mean().sqrt() == pytest.approx(0.2, rel=1e-6)
     assert update_of(0 * g, element_beta=0.9).count_nonzero() == 0
-    with pytest.raises(ValueError, match=r"element_beta=0\.9: allowed is None, because"):
-        normuon(lr=0.1, element_beta=0.9)
     p = torch.ones(4, 3, requires_grad=True)
     optimizer = Muon([p], element_beta=0.9, **EAGER)
     optimizer.init_state()
@@ -719,10 +688,6 @@ def test_the_rows_are_float32_and_muons_states_do_not_load() -> None:
         optimizer.load_state_dict(other.state_dict())
     with pytest.raises(ValueError, match=f"'{FIELD}'. are another rule's"):
         other.load_state_dict(optimizer.state_dict())
-    with pytest.raises(ValueError, match=r"row_beta=1"):
-        NorMuon([p], row_beta=1.0)
-    with pytest.raises(ValueError, match=r"torch.optim has no NorMuon"):
-        optimizer.torch_state_dict()
 
 
 def test_deepseeks_coefficients_reach_one() -> None:

@@ -11,6 +11,7 @@ import pytest
 import reference
 import torch
 from cases import assert_moved_alike
+from refusals import Scene, refuses
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.utils import _pytree as pytree
@@ -288,23 +289,6 @@ def test_d_is_shown_saved_and_loaded() -> None:
     assert all(torch.equal(p, q) for a, b in zip(ps, qs) for p, q in zip(a, b))
 
 
-def test_d_cannot_be_set() -> None:
-    p = torch.ones(3, requires_grad=True)
-    with pytest.raises(ValueError, match=r"a group with d=0\.5: it is computed"):
-        Prodigy([{"params": [p], "d": 0.5}], **EAGER)
-    optimizer = Prodigy([p], **EAGER)
-    for _ in range(3):
-        p.grad = torch.ones(3)
-        optimizer.step()
-    before, kept = p.detach().clone(), optimizer.param_groups[0]["d"]
-    optimizer.param_groups[0]["d"] = 0.5
-    with pytest.raises(ValueError, match=r"a group's d=0\.5 is computed by each step"):
-        optimizer.step()
-    assert torch.equal(p, before)
-    optimizer.param_groups[0]["d"] = kept
-    optimizer.step()
-
-
 def test_groups_whose_lists_are_swapped_go_on_with_the_d_that_the_error_names() -> None:
     ps = [torch.full((3,), x, requires_grad=True) for x in (1.0, 2.0)]
     optimizer = Prodigy([{"params": [p]} for p in ps], **EAGER)
@@ -382,29 +366,42 @@ def test_groups_that_are_joined_go_on_with_the_first_d() -> None:
 # Options and refusals
 
 
-def test_refusals_name_the_option() -> None:
-    p = torch.ones(3, requires_grad=True)
-    for options, text in (
-        ({"d0": 0.0}, r"Invalid first d: d0=0\.0"),
-        ({"d_coef": 0.0}, "Invalid factor on d: d_coef"),
-        ({"growth_rate": 0.9}, "Invalid growth of d: growth_rate"),
-        ({"beta3": 1.0}, "Invalid beta parameter: beta3"),
-        ({"betas": (0.9,)}, "Invalid betas"),
-        ({"cautious": True}, "prodigy does not go with the hook cautious.* sums over all"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            Prodigy([p], **options, **EAGER)
-        with pytest.raises(ValueError, match=text):
-            prodigy(lr=1.0, **options)
-    with pytest.raises((TypeError, ValueError), match="safeguard_warmup='no'"):
-        prodigy(lr=1.0, safeguard_warmup="no")  # type: ignore[arg-type]
-    for share in ("no", None):
-        with pytest.raises(TypeError, match=f"share_d={share!r}: allowed are True and"):
-            Prodigy([p], share_d=share, **EAGER)  # type: ignore[arg-type]
-    optimizer = Prodigy([p], **EAGER)
-    with pytest.raises(TypeError, match="share_d='no': allowed are True and False"):
-        optimizer.add_param_group({"params": [p.detach().clone()], "share_d": "no"})
-    assert len(optimizer.param_groups) == 1
+OPTIONS = {
+    "d0=0.0": r"Invalid first d: d0=0\.0",
+    "d_coef=0.0": "Invalid factor on d: d_coef",
+    "growth_rate=0.9": "Invalid growth of d: growth_rate",
+    "betas=(0.9,)": "Invalid betas",
+    "safeguard_warmup='no'": "TypeError: safeguard_warmup='no'",
+    "cautious=True": "prodigy does not go with the hook cautious.* sums over",
+}
+REFUSED = {
+    f"{make}{options})": text
+    for make in ("Prodigy([p], ", "prodigy(lr=1.0, ")
+    for options, text in OPTIONS.items()
+} | {
+    "Prodigy([p], share_d='no')": "TypeError: share_d='no': allowed are True and",
+    "Prodigy([p], share_d=None)": "TypeError: share_d=None: allowed are True and",
+    "optimizer.add_param_group({'params': [p.detach().clone()], 'share_d': 'no'})": (
+        "TypeError: share_d='no': allowed are True and False"
+    ),
+    "Prodigy([{'params': [p], 'd': 0.5}])": r"a group with d=0\.5: it is",
+    "released.step(param=net[0].weight)": (
+        r"step\(param=...\): \['0.weight'\] follows prodi"
+    ),
+    "released.optimizer_accumulation = True; "
+    "released.update([net[0].weight], [net[0].weight], [WHOLE_BATCH], False, False)": (
+        "prodigy sums over parameters after each move"
+    ),
+    "grouped(net, True).functional()": "of 2 groups with share_d=False.*Mixed",
+}
+
+
+@refuses(REFUSED)
+def test_refusals() -> Scene:
+    p, net = torch.ones(3, requires_grad=True), network()
+    optimizer, released = Prodigy([p], **EAGER), grouped(net, False, gradient_release=True)
+    net[0].weight.grad = torch.ones_like(net[0].weight)
+    return locals() | {"WHOLE_BATCH": optimi_func.core.rule.WHOLE_BATCH}
 
 
 def test_unequal_lrs_are_warned_of_if_d_is_shared() -> None:
@@ -596,26 +593,6 @@ def test_a_backward_that_fails_leaves_no_sums(monkeypatch: pytest.MonkeyPatch) -
     assert math.isfinite(optimizer.param_groups[0]["d"])
 
 
-def test_parts_of_a_step_are_refused_where_nothing_ends_it() -> None:
-    model = network()
-    optimizer = grouped(model, False, gradient_release=True)
-    model[0].weight.grad = torch.ones_like(model[0].weight)
-    with pytest.raises(
-        ValueError, match=r"step\(param=...\): \['0.weight'\] follows prodi"
-    ):
-        optimizer.step(param=model[0].weight)
-    with pytest.raises(ValueError, match="is no sum over gradients"):
-        prepare_for_gradient_release(model, optimizer, accumulation="states")
-    optimizer.optimizer_accumulation = True
-    with pytest.raises(ValueError, match="prodigy sums over parameters after each move"):
-        given = (
-            [model[0].weight],
-            [model[0].weight.grad],
-            [optimi_func.core.rule.WHOLE_BATCH],
-        )
-        optimizer.update(*given, write=False, count=False)
-
-
 # Storage
 
 
@@ -666,11 +643,6 @@ def test_weights_loaded_before_the_first_step_are_the_start(begun: bool) -> None
 
 
 # Other forms
-
-
-def test_groups_with_a_d_each_have_no_pure_form() -> None:
-    with pytest.raises(ValueError, match=r"of 2 groups with share_d=False.*Mixed"):
-        grouped(network(), True).functional()
 
 
 def test_parts_of_mixed_and_partition_are_groups() -> None:

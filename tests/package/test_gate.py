@@ -11,6 +11,7 @@ from pathlib import Path
 import hypothesis
 import numpy as np
 import pytest
+import refusals
 import seeds
 import skips
 import tiers
@@ -251,3 +252,29 @@ def test_parts_go_on_after_a_failure_and_say_what_they_took() -> None:
     assert re.fullmatch(r" +\d+ s  FAILED  second", second)
     assert re.fullmatch(r" +\d+ s  passed  third", third)
     assert re.fullmatch(r" +\d+ s  in all", total)
+
+
+REFUSALS = {
+    "raise ValueError('x=1')": None,
+    "1 + 1": "DID NOT RAISE",
+    "{}['x=1']": "KeyError",
+    "raise ValueError('y=1')": "did not match",
+    "p.add_(1); raise_after(net.weight)": "has written something",
+    "raise_after(p)": "has written something",
+}
+
+
+@pytest.mark.parametrize("call", REFUSALS)
+def test_the_runner_of_refusals_notices_what_is_wrong(call: str) -> None:
+    def raise_after(x: torch.Tensor) -> None:
+        x.data.add_(1.0)
+        raise ValueError("x=1")
+
+    (row,) = refusals.rows({call: "x=1"})
+    scene = {"p": torch.ones(2), "net": torch.nn.Linear(2, 1), "raise_after": raise_after}
+    if REFUSALS[call] is None:
+        row.run(scene)
+        return
+    with pytest.raises((AssertionError, KeyError, pytest.fail.Exception)) as found:
+        row.run(scene)
+    assert REFUSALS[call] in f"{found.type.__name__}: {found.value}"

@@ -1,5 +1,4 @@
-# ruff: noqa: E501  Messages, as long as they are.
-"""What must not change unseen: each rule's operations, error texts, state layouts.
+"""What must not change unseen: each rule's operations and the layouts of states.
 
 After a change that is meant, run with EXPECTTEST_ACCEPT=1 and review the diff.
 """
@@ -213,77 +212,4 @@ adan state[0].exp_avg_diff: float16 (2, 3)
 adan state[0].exp_avg_sq: float32 (2, 3)
 adan state[0].prev_grad: float16 (2, 3)
 adan state[0].kahan_comp: float16 (2, 3)""",
-        )
-
-
-def message(call) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError("nothing was raised")
-
-
-class Messages(TestCase):
-    def test_numbers(self) -> None:
-        w = torch.ones(2, requires_grad=True)
-        calls = [
-            lambda: optimi_func.AdamW([w], lr=-1.0),
-            lambda: optimi_func.AdamW([w], lr=float("nan")),
-            lambda: optimi_func.AdamW([w], lr="0.1"),
-            lambda: optimi_func.AdamW([w], lr=0.1, betas=(1.0, 0.9)),
-            lambda: optimi_func.AdamW([w], lr=0.1, eps=-1.0),
-            lambda: optimi_func.AdamW([w], lr=0.1, weight_decay=-1.0),
-            lambda: optimi_func.AdamW([w], lr=0.1, max_lr=-1.0),
-            lambda: optimi_func.AdamW([w], lr=0.0, decouple_lr=True),
-            lambda: optimi_func.SGD([w], lr=0.1, momentum=1.0),
-            lambda: optimi_func.SGD([w], lr=0.1, nesterov=True),
-            lambda: optimi_func.Ranger([w], lr=0.1, k=0),
-        ]
-        self.assertExpectedInline(
-            "\n".join(map(message, calls)),
-            """\
-ValueError: Invalid learning rate: lr=-1.0: allowed is finite, at least 0.0
-ValueError: Invalid learning rate: lr=nan: allowed is finite, at least 0.0
-TypeError: Invalid lr: lr='0.1': allowed are numbers and tensors of one element
-ValueError: Invalid beta1 parameter: betas[0]=1.0: allowed is finite, at least 0.0 and below 1.0
-ValueError: Invalid epsilon: eps=-1.0: allowed is finite, at least 0.0
-ValueError: Invalid weight decay: weight_decay=-1.0: allowed is finite, at least 0.0
-ValueError: Invalid maximum learning rate: max_lr=-1.0: allowed is finite, at least 0.0
-ValueError: Invalid maximum learning rate: max_lr=None with lr=0.0: decouple_lr=True needs max_lr, the largest learning rate that will be scheduled, unless lr is a positive float
-ValueError: Invalid momentum: momentum=1.0: allowed is finite, at least 0.0 and below 1.0
-ValueError: Invalid nesterov: nesterov=True with momentum=0.0 and dampening=False: allowed with a momentum and no dampening
-ValueError: Invalid lookahead period: k=0: allowed is finite, at least 1.0""",
-        )
-
-    def test_trees(self) -> None:
-        params = {"w": torch.ones(2), "b": torch.ones(3)}
-        state = optimi_func.adamw_init(params)
-        ones = {k: torch.ones_like(v) for k, v in params.items()}
-        bad = [
-            {"w": ones["w"]},
-            {**ones, "b": torch.ones(4)},
-            {**ones, "b": ones["b"].half()},
-            {**ones, "b": ones["b"].long()},
-            {**ones, "b": ones["b"].to_sparse()},
-        ]
-        calls = [lambda g=g: optimi_func.adamw_step(params, g, state, lr=0.1) for g in bad]
-        calls += [
-            lambda: optimi_func.lion_step(params, ones, state, lr=0.1),
-            lambda: optimi_func.adamw_step(params, ones, state, lr=torch.ones(3)),
-            lambda: optimi_func.adamw_init({"w": torch.ones(2, dtype=torch.int64)}),
-            lambda: optimi_func.soap(lr=0.1).init(torch.ones(2, dtype=torch.complex64)),
-        ]
-        self.assertExpectedInline(
-            "\n".join(map(message, calls)),
-            """\
-ValueError: grads and params differ in structure: params['b'] has no counterpart
-ValueError: grads['b'] has shape (4,), its parameter (3,)
-TypeError: grads['b'] has dtype torch.float16, narrower than its parameter's torch.float32: allowed are that or wider, such as g.to(torch.float32)
-TypeError: grads['b'] has dtype torch.int64: allowed are floating ones
-TypeError: grads['b'] has layout torch.sparse_coo: allowed is strided. Sparse gradients are for torch.optim.SparseAdam
-ValueError: state.leaves['w'] holds ('exp_avg', 'exp_avg_sq'), but the optimizer needs ('exp_avg',): make it with its own init and the same options
-ValueError: a hyperparameter of shape (3,) reached the step, which takes numbers and 0-d tensors. Under vmap, keyword arguments are not batched. Pass it positionally, as in vmap(lambda p, g, s, lr: adamw_step(p, g, s, lr=lr))
-TypeError: params['w'] has dtype torch.int64: allowed are floating and complex ones
-TypeError: params has dtype torch.complex64: soap maps whole matrices of real numbers. Allowed for complex parameters are elementwise rules, such as adamw""",
         )

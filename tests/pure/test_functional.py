@@ -26,6 +26,7 @@ from cases import (
     count_betas,
     problem,
 )
+from refusals import Scene, refuses
 from tiers import few
 from torch import Tensor
 from torch.func import functional_call, grad, jvp, vmap
@@ -157,13 +158,6 @@ def test_states_copy_and_pickle() -> None:
     assert "kahan_comp" in repr(state)
     keyed, _ = pytree.tree_flatten_with_path(state)
     assert ".leaves['w'].exp_avg_sq" in [pytree.keystr(k) for k, _ in keyed]
-
-
-def test_vmapped_keywords_are_refused() -> None:
-    params = torch.randn(3, 4)
-    state = vmap(adamw_init)(params)
-    with pytest.raises(ValueError, match=r"shape \(3,\).*positionally"):
-        vmap(lambda p, g, s: adamw_step(p, g, s, lr=torch.ones(3)))(params, params, state)
 
 
 def unrolled(name: str, zeros: bool):
@@ -418,10 +412,6 @@ def test_numbers_may_be_prefixes_of_the_parameter_tree() -> None:
     new, _ = optimizer.step(params, grads, optimizer.init(params))
     flat = [x[0].item() for x in (new["a"]["w"], new["a"]["b"], new["c"])]
     assert flat == pytest.approx([0.8, 0.9, 0.5])
-    with pytest.raises(
-        ValueError, match=r"lr is no prefix of params.*\['c'\] has no counterpart"
-    ):
-        optimi_func.sgd(lr={"a": 0.1, "d": 0.2}).step(params, grads, optimizer.init(params))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -449,40 +439,36 @@ def test_zero_eps_and_zero_gradient_stay_finite() -> None:
 
 P = {"w": torch.ones(2), "b": torch.ones(3)}
 G = pytree.tree_map(torch.ones_like, P)
-BAD_TREES = [
-    (P, {**G, "x": G["w"]}, ValueError, r"\['x'\] is not in params"),
-    (P, {**G, "b": 1.0}, TypeError, r"grads\['b'\] is 1.0"),
-    (P, {**G, "b": G["b"].to("meta")}, ValueError, r"grads\['b'\] is on meta"),
-]
 
 
-@pytest.mark.parametrize(("params", "grads", "error", "text"), BAD_TREES, ids=str)
-def test_bad_trees(params, grads, error, text: str) -> None:
-    state = adamw_init(params)
-    with pytest.raises(error, match=text):
-        adamw_step(params, grads, state, lr=0.1)
+BAD = {
+    "adamw_init({})": "holds no tensor",
+    "adamw_init({'w': 1.0})": "TypeError: is not a tensor",
+    "adamw_step(P, G, {}, lr=0.1)": "TypeError: state=dict is not a TreeState",
+    "sgd_step(P, G, sgd_init(P), lr=0.1, momentum=0.9)": "make it with its own init",
+    "adamw_step(P, G, adamw_init(small), lr=0.1)": r"\['exp_avg'\] has shape",
+    "adamw_step(P, {**G, 'x': G['w']}, state, lr=0.1)": r"\['x'\] is not in params",
+    "adamw_step(P, {**G, 'b': 1.0}, state, lr=0.1)": r"TypeError: grads\['b'\] is 1.0",
+    "adamw_step(P, {**G, 'b': G['b'].to('meta')}, state, lr=0.1)": (
+        r"grads\['b'\] is on meta"
+    ),
+    "vmap(lambda p: adamw_step(p, p, adamw_init(p), lr=rates))(torch.ones(3, 4))": (
+        r"shape \(3,\).*positionally"
+    ),
+    "step_by({'w': 0.1, 'd': 0.2})": (
+        r"lr is no prefix of params.*\['b'\] has no counterpart"
+    ),
+}
 
 
-def test_bad_params_and_states() -> None:
-    with pytest.raises(ValueError, match="holds no tensor"):
-        adamw_init({})
-    with pytest.raises(TypeError, match=r"\['w'\] has dtype torch.int64"):
-        adamw_init({"w": torch.ones(2, dtype=torch.int64)})
-    with pytest.raises(TypeError, match=r"int64: allowed are floating and complex ones"):
-        adamw_init(torch.ones(2, dtype=torch.int64))
-    with pytest.raises(TypeError, match="is not a tensor"):
-        adamw_init({"w": 1.0})
-    with pytest.raises(TypeError, match="state=dict is not a TreeState"):
-        adamw_step(P, G, {}, lr=0.1)
-    with pytest.raises(
-        ValueError, match=r"\['w'\] holds .*exp_avg.* but the optimizer needs"
-    ):
-        optimi_func.lion_step(P, G, adamw_init(P), lr=0.1)
-    with pytest.raises(ValueError, match="make it with its own init"):
-        optimi_func.sgd_step(P, G, optimi_func.sgd_init(P), lr=0.1, momentum=0.9)
-    with pytest.raises(ValueError, match=r"\['exp_avg'\] has shape \(3,\)"):
-        small = {"w": torch.ones(3), "b": torch.ones(3)}
-        adamw_step(P, G, adamw_init(small), lr=0.1)
+@refuses(BAD)
+def test_bad_params_and_states() -> Scene:
+    small, state = {"w": torch.ones(3), "b": torch.ones(3)}, adamw_init(P)
+
+    def step_by(lr: Any) -> Any:
+        return optimi_func.sgd(lr=lr).step(P, G, optimi_func.sgd_init(P))
+
+    return locals() | {"P": P, "G": G, "rates": torch.ones(3)}
 
 
 def test_advice() -> None:

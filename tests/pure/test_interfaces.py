@@ -174,10 +174,6 @@ def test_frozen_parameters_have_no_gradient_and_may_have_a_number() -> None:
     optimizer = adamw(lr=lrs)
     new, _ = optimizer.step(p, gradients(p), optimizer.init(p))
     assert (new["sub"]["a"] - p["sub"]["a"]).abs().max().item() == pytest.approx(0.2, 1e-1)
-    with pytest.raises(ValueError, match=r"\['bias'\] is not in params"):
-        optimizer.step(p, {**gradients(p), "bias": torch.ones(1)}, optimizer.init(p))
-    with pytest.raises(ValueError, match=r"\['w'\] has no counterpart"):
-        optimizer.step(p, {"bias": None, "sub": None}, optimizer.init(p))
 
 
 FACTORIES: dict[str, Any] = {

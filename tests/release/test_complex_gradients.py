@@ -93,19 +93,3 @@ def test_a_gradient_that_is_not_finite_is_skipped() -> None:
         assert sum(handle.skipped.values()) == 3
     for p, q in zip(pairs(model), before):
         assert torch.equal(p, q)
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"clip_value": 0.1},
-        {"accumulation": "buffer", "buffer_dtype": torch.bfloat16},
-    ],
-    ids=str,
-)
-def test_what_has_no_meaning_is_refused_by_name(how: Any) -> None:
-    model = Filter(False)
-    optimizer = AdamW(model.parameters(), lr=0.1, compile=False, gradient_release=True)
-    with pytest.raises(ValueError, match="with large, which is complex: allowed are norms"):
-        prepare_for_gradient_release(model, optimizer, **how)
-    assert not model.large._post_accumulate_grad_hooks

@@ -58,8 +58,6 @@ def test_a_pure_optimizer_in_place_of_a_class_too() -> None:
     model = nn.Linear(2, 1)
     handle = prepare_for_gradient_release(model, sgd(lr=0.5))
     optimizer = AdamW(model.parameters(), lr=0.1, **RELEASE)
-    with pytest.raises(ValueError, match="already, to sgd"):
-        prepare_for_gradient_release(model, optimizer)
     handle.remove()
     with prepare_for_gradient_release(model, optimizer):
         backward(model)
@@ -74,8 +72,6 @@ def test_through_another_module_around_the_same_parameters() -> None:
     prepare_for_gradient_release(wrapper, first)
     second = SGD(inner.parameters(), lr=0.25, **RELEASE)
     again = nn.Sequential(inner)
-    with pytest.raises(ValueError, match="released already"):
-        prepare_for_gradient_release(again, second)
     remove_gradient_release(again)
     with prepare_for_gradient_release(again, second):
         backward(inner)
@@ -107,16 +103,6 @@ def test_a_dead_optimizers_hooks_come_off_by_themselves() -> None:
     assert inner.weight.grad is not None
 
 
-def test_backward_asks_for_the_function_and_not_for_its_loss() -> None:
-    model = nn.Linear(2, 1)
-    handle = prepare_for_gradient_release(model, sgd(lr=0.5))
-    before = weights(model)
-    with pytest.raises(TypeError, match=r"got a Tensor: allowed is a function"):
-        handle.backward(model(torch.ones(1, 2)).sum())
-    assert all(map(torch.equal, before, weights(model)))
-    handle.remove()
-
-
 class Prepared(nn.Module):
     """A module that keeps its handle, as a LightningModule may."""
 
@@ -146,8 +132,6 @@ def test_a_copied_handle_has_no_hooks(copied: Any) -> None:
     twin = copied(model)
     handle = twin.handle
     assert handle.params == dict(twin.named_parameters())
-    with pytest.raises(RuntimeError, match="or this is a copy"):
-        handle.backward(lambda: twin(torch.ones(1, 2)).sum())
     before = weights(twin)
     backward(twin)
     assert all(map(torch.equal, before, weights(twin)))

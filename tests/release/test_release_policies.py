@@ -1,7 +1,6 @@
 """Accumulation, clipping, norms and skipping, compared with plain p.grad code."""
 
 import copy
-import dataclasses
 import random
 
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import optimi_func
-from optimi_func import SGD, AdamW, Adan, adamw, prepare_for_gradient_release
+from optimi_func import SGD, AdamW, adamw, prepare_for_gradient_release
 from optimi_func.core.rule import WHOLE_BATCH
 
 MICRO = 4
@@ -292,31 +291,11 @@ def test_lion_without_memory_still_has_a_direction() -> None:
     assert flat(model).isfinite().all()
 
 
-@pytest.mark.parametrize("cls", [Adan, SGD])
-def test_a_state_that_is_no_sum_is_refused(cls) -> None:
-    model, optimizer = make(cls)
-    with pytest.raises(ValueError, match="accumulation='buffer'"):
-        prepare_for_gradient_release(model, optimizer, **STATES)
-    assert not model.last.weight._post_accumulate_grad_hooks
-    assert optimizer.releases == []
-
-
-def test_momentum_switched_off_later_is_refused_before_any_write() -> None:
-    model, optimizer, _ = prepared(make(SGD, momentum=0.9), **STATES)
-    optimizer.param_groups[0]["momentum"] = 0.0
-    before = flat(model)
-    with pytest.raises(ValueError, match="accumulation='buffer'"):
-        loss_of(model, 0).backward()
-    assert torch.equal(flat(model), before)
-
-
 def test_policies_are_chosen_on_the_handle_between_cycles() -> None:
     model, optimizer, handle = prepared()
     handle.accumulation = "buffer"
     handle.accumulation_steps = MICRO
     run(handle, model, range(2))
-    with pytest.raises(ValueError, match=r"inside an open cycle.*step\(\)"):
-        handle.accumulation = "states"
     assert handle.accumulation == "buffer"
     optimizer.step()
     handle.accumulation = "states"
@@ -325,13 +304,6 @@ def test_policies_are_chosen_on_the_handle_between_cycles() -> None:
     assert handle.accumulation_steps is None
     run(handle, model, range(1))
     assert {int(s["step"]) for s in optimizer.state.values()} == {2}
-
-
-def test_the_flag_and_a_policy_exclude_each_other() -> None:
-    model, optimizer, _ = prepared(**BUFFER)
-    optimizer.optimizer_accumulation = True
-    with pytest.raises(RuntimeError, match="choose one"):
-        loss_of(model, 0).backward()
 
 
 def test_closures_accumulate() -> None:
@@ -434,10 +406,6 @@ def test_a_cycle_can_be_discarded() -> None:
     handle.discard()
     run(handle, other[0], range(MICRO))
     assert_same(one, other)
-    handle.options = dataclasses.replace(handle.options, accumulation="states")
-    loss_of(other[0], 0).backward()
-    with pytest.raises(RuntimeError, match="take gradients back"):
-        handle.discard()
 
 
 # Clipping
@@ -455,18 +423,13 @@ def clip_plainly(policy):
     return lambda ps: nn.utils.clip_grad_norm_(ps, limit)
 
 
-@pytest.mark.parametrize("accumulation", ["none", "buffer", "states", "flag"])
+@pytest.mark.parametrize("accumulation", ["none", "buffer", "flag"])
 @pytest.mark.parametrize("policy", LIMITS)
 def test_each_cell_of_the_clipping_table(policy: str, accumulation: str) -> None:
     micro = 1 if accumulation == "none" else MICRO
-    options = {"buffer": BUFFER, "states": STATES}.get(accumulation, {})
-    options = {policy: LIMITS[policy], **options}
+    options = {policy: LIMITS[policy], **(BUFFER if accumulation == "buffer" else {})}
     one, other = two(SGD, torch.float64, momentum=0.9)
     start = flat(one[0])
-    if accumulation == "states":
-        with pytest.raises(ValueError, match="use accumulation='buffer'"):
-            prepare_for_gradient_release(*other, **options)
-        return
     plainly(*one, 6, clip_plainly(policy), micro)
     if accumulation == "flag":
         handle = prepare_for_gradient_release(*other, **options)
@@ -544,17 +507,6 @@ def test_two_passes_are_one_step_to_everybody_else() -> None:
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
-def test_a_loss_that_cannot_be_repeated_is_refused_before_any_write() -> None:
-    model, _, handle = prepared(**GLOBAL_NORM)
-    before = flat(model)
-    batches = iter(range(9))
-    with pytest.raises(RuntimeError, match="do the same thing twice"):
-        handle.backward(lambda: loss_of(model, next(batches)))
-    assert torch.equal(flat(model), before)
-    handle.backward(lambda: loss_of(model, 0))
-    assert not torch.equal(flat(model), before)
-
-
 def test_a_first_pass_that_fails_leaves_nothing_behind() -> None:
     model, optimizer, handle = prepared(**GLOBAL_NORM)
     before = flat(model)
@@ -571,14 +523,6 @@ def test_a_first_pass_that_fails_leaves_nothing_behind() -> None:
     assert {int(s["step"]) for s in optimizer.state.values()} == {1}
 
 
-def test_two_passes_need_the_handle_to_run_them() -> None:
-    model, _, _ = prepared(**GLOBAL_NORM)
-    before = flat(model)
-    with pytest.raises(RuntimeError, match=r"handle\.backward\(loss_fn\)"):
-        loss_of(model, 0).backward()
-    assert torch.equal(flat(model), before)
-
-
 def test_two_passes_with_a_layer_frozen_later() -> None:
     model, _, handle = prepared(**GLOBAL_NORM)
     model.first.requires_grad_(False)
@@ -587,20 +531,13 @@ def test_two_passes_with_a_layer_frozen_later() -> None:
     assert not torch.equal(flat(model), before)
 
 
-def test_two_passes_refuse_reentrance_before_any_write() -> None:
+def test_two_passes_of_checkpoints_without_reentrance() -> None:
     model = nn.Sequential(nn.Linear(16, 4), nn.Linear(4, 1))
     optimizer = SGD(model.parameters(), lr=1.0, gradient_release=True, **EAGER)
     handle = prepare_for_gradient_release(model, optimizer, clip_global_norm=1.0)
-    before = flat(model)
-    x = batch(0).requires_grad_()
-    with pytest.raises(RuntimeError, match=r"reentrant.*use_reentrant=False"):
-        handle.backward(lambda: model[1](checkpoint(model[0], x, use_reentrant=True)).sum())
-    assert torch.equal(flat(model), before)
+    before, x = flat(model), batch(0).requires_grad_()
     handle.backward(lambda: model[1](checkpoint(model[0], x, use_reentrant=False)).sum())
     assert not torch.equal(flat(model), before)
-    handle.remove()
-    with pytest.raises(RuntimeError, match="hooks were removed"):
-        handle.backward(lambda: model(x).sum())
 
 
 class Counting(nn.Module):
@@ -646,13 +583,6 @@ def test_two_passes_add_to_a_gradient_that_is_there() -> None:
     assert torch.allclose(*ends, atol=1e-7)
 
 
-def test_two_passes_need_the_module_that_was_prepared() -> None:
-    model, optimizer = make()
-    handle = prepare_for_gradient_release(nn.ModuleList([model]), optimizer, **GLOBAL_NORM)
-    with pytest.raises(RuntimeError, match="keep a reference"):
-        handle.backward(lambda: loss_of(model, 0))
-
-
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_a_norm_that_overflows_clips_what_is_not_skipped(where: str) -> None:
     options = {"capturable": True} if where == "device" else {}
@@ -689,8 +619,6 @@ def test_settings_of_one_call_do_not_stay() -> None:
     loss = handle.backward(lambda: loss_of(model, 0), clip_global_norm=1.0)
     assert handle.options == usual
     assert loss.item() > 0 and not loss.requires_grad
-    with pytest.raises(ValueError, match="clip_global_norm=0"):
-        handle.backward(lambda: loss_of(model, 0), clip_global_norm=0)
 
 
 # Norms
@@ -849,12 +777,6 @@ def test_a_norm_stays_when_step_ends_a_cycle_of_states() -> None:
     assert torch.equal(handle.grad_norm, norm) and norm > 0
 
 
-def test_states_cannot_skip_on_a_device() -> None:
-    model, optimizer = make(capturable=True)
-    with pytest.raises(ValueError, match="wait for the device"):
-        prepare_for_gradient_release(model, optimizer, skip_nonfinite=True, **STATES)
-
-
 # What the handle carries
 
 
@@ -908,70 +830,8 @@ def test_a_state_loads_once_a_layer_is_frozen() -> None:
     assert handle.skipped == {n: k for n, k in counts.items() if n.startswith("last")}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"begun": ["nobody"]}, "names 'nobody'"),
-        (
-            {"begun": ["last.weight"], "buffer": {"last.weight": torch.ones(3)}},
-            r"shape \(4, 128\)",
-        ),
-        ({"more": 1}, "allowed are"),
-        ({"position": 2, "accumulation": "states"}, "open cycle of accumulation='states'"),
-    ],
-)
-def test_a_handle_loads_all_or_nothing(change, message) -> None:
-    model, _, handle = prepared(**BUFFER)
-    run(handle, model, range(2))
-    before = handle.state_dict()
-    with pytest.raises(ValueError, match=message):
-        handle.load_state_dict({**before, **change})
-    assert handle.state_dict() == before
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"accumulation": "sum"}, "accumulation='sum': allowed are"),
-        ({"accumulation": "buffer", "accumulation_steps": 0}, "accumulation_steps=0"),
-        ({"accumulation": "buffer", "accumulation_steps": 2.5}, "accumulation_steps=2.5"),
-        ({"accumulation_steps": 2}, "needs accumulation="),
-        ({"buffer_dtype": torch.float32}, "needs accumulation='buffer'"),
-        ({**BUFFER, "buffer_dtype": torch.float16}, "buffer_dtype=torch.float16"),
-        ({"clip_value": -1.0}, "clip_value=-1.0: allowed are positive"),
-        ({"clip_value": 1.0, "clip_param_norm": 1.0}, "choose one"),
-        ({"clip_global_norm": float("nan")}, "clip_global_norm=nan"),
-        ({"grad_norm": "l2"}, "grad_norm='l2': allowed are True and False"),
-        ({"skip_nonfinite": "yes"}, "skip_nonfinite='yes': allowed are True and False"),
-        ({"clip_global_norm": True}, "clip_global_norm=True: allowed are positive"),
-        ({"clip_value": "1"}, "clip_value='1': allowed are positive numbers and None"),
-    ],
-    ids=str,
-)
-def test_options_that_cannot_be_honoured(options, message) -> None:
-    model, optimizer = make()
-    with pytest.raises((ValueError, TypeError), match=message):
-        prepare_for_gradient_release(model, optimizer, **options)
-    assert not model.last.weight._post_accumulate_grad_hooks
-    handle = prepare_for_gradient_release(model, optimizer)
-    before = handle.options
-    with pytest.raises((ValueError, TypeError), match=message):
-        handle.options = dataclasses.replace(before, **options)
-    assert handle.options is before
-
-
-def test_arguments_of_other_types() -> None:
-    model, optimizer = make()
-    with pytest.raises(TypeError, match=r"_release: model=a AdamW: allowed is a torch\.nn"):
-        prepare_for_gradient_release(optimizer, model)
-    with pytest.raises(TypeError, match=r"_release: model=a generator: allowed"):
-        prepare_for_gradient_release(model.parameters(), optimizer)
-    with pytest.raises(TypeError, match="ignore_existing_hooks='a': allowed are True"):
-        prepare_for_gradient_release(model, optimizer, "a")
-    assert not optimizer.releases
-    handle = prepare_for_gradient_release(model, optimizer)
-    with pytest.raises(TypeError, match="state_dict=None: allowed is a dict"):
-        handle.load_state_dict(None)
+def test_a_handle_says_what_it_is() -> None:
+    model, _, handle = prepared()
     count = len(list(model.parameters()))
     assert repr(handle) == f"GradientRelease(AdamW, {count} parameters, attached=True)"
     handle.remove()
@@ -1028,12 +888,6 @@ def test_a_functional_state_can_be_replaced_and_a_cycle_ended() -> None:
     fresh = optimizer.init(dict(model.named_parameters()))
     handle.state = fresh
     assert handle.state is fresh
-    with pytest.raises(ValueError, match="params"):
-        handle.state = optimizer.init({"w": torch.ones(2)})
-    assert handle.state is fresh
-    classy = prepare_for_gradient_release(*make())
-    with pytest.raises(AttributeError, match=r"AdamW keeps its own in optimizer\.state"):
-        _ = classy.state
 
 
 @pytest.mark.kernels
@@ -1047,8 +901,6 @@ def test_a_functional_optimizer_joins_and_skips() -> None:
     loss_of(model, 0).backward()
     assert torch.equal(model.last.weight, before)
     assert handle.skipped == {"last.weight": 1}
-    with pytest.raises(ValueError, match="accumulation='buffer'"):
-        prepare_for_gradient_release(Net(), optimi_func.adan(lr=1e-2), **STATES)
 
 
 # Graphs

@@ -114,46 +114,6 @@ def test_a_property_may_make_its_state_anew(length: int) -> None:
     torch.testing.assert_close(w.detach(), p)
 
 
-NAMES = ["m", "step", "kahan_comp", "train_param", "mean_q", "mean_scale"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_names_in_an_entry_stand_for_one_thing(name: str) -> None:
-    running = NamedTuple("Running", [(name, float)])
-    running.__new__.__defaults__ = (1.0,)
-    running._field_defaults[name] = 1.0
-    body = {"direction": lambda self, g, s, r: (g, s, r), "State": One}
-    with pytest.raises(TypeError, match=f"Running has a field '{name}': choose another"):
-        made(Running=running, **body)
-    if name != "m":
-        with pytest.raises(TypeError, match=f"State has a field '{name}': choose another"):
-            state = NamedTuple("State", [(name, Tensor)])
-            made(direction=lambda self, g, s: (g, s), State=state)
-
-
-def test_init_says_what_to_write_for_full_like() -> None:
-    """Which takes no tensor, as a hyperparameter is in a population and under grad."""
-
-    class Full(Optimizer):
-        initial: float = 0.1
-
-        class State(NamedTuple):
-            square: Wide
-
-        def init(self, p: Tensor) -> State:
-            return self.State(torch.full_like(p, self.initial * 2))
-
-        def direction(self, g: Tensor, s: State):
-            return g, s
-
-    hint = r"Full.init: .*torch.zeros_like\(p\) \+ self.x for full_like"
-    with pytest.raises(TypeError, match=hint):
-        Full.pure(lr=1.0, initial=torch.ones((), requires_grad=True)).init(P)
-    with pytest.raises(TypeError, match=hint):
-        many = {"lr": torch.ones(2), "initial": torch.ones(2)}
-        population.init(Full.factory, P, many, n=2)
-
-
 def test_init_reads_hyperparameters() -> None:
     class Adagrad(Optimizer):
         initial: float = 0.1
@@ -238,13 +198,6 @@ def test_means_of_the_update_have_its_decay_in_them(
     assert (p - x).abs().max() > 0.1
     torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(w.detach(), p, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["divisor", "means"])
-def test_a_divisor_is_refused(name: str) -> None:
-    with pytest.raises(TypeError, match="Made: divisor was removed: return a scaled u"):
-        made(**{name: lambda self, mean, g: mean(g * g).sqrt()})
-    assert made(fields={name: 0.5}).pure(lr=0.1)  # a number may have this name
 
 
 def test_after_returns_a_state_only_if_it_changes_it() -> None:
@@ -410,20 +363,6 @@ def test_a_static_field_takes_no_tensor_and_no_schedule() -> None:
     torch.testing.assert_close(stepped(Maybe.pure(lr=1.0, fn=torch.tanh)), P - P.tanh())
 
 
-def test_a_hyperparameter_as_an_argument_is_told() -> None:
-    directions = {
-        "lr": lambda self, g, lr: g * lr,
-        "beta": lambda self, g, beta: g * beta,
-    }
-    for name, direction in directions.items():
-        with pytest.raises(
-            TypeError, match=rf"direction takes g, {name}: .*self\.{name} for"
-        ):
-            made(direction=direction, fields={"beta": 0.9})
-    with pytest.raises(TypeError, match=r"after takes x, u, lr: .* and self\.lr for lr"):
-        made(after=lambda self, x, u, lr: u)
-
-
 def test_an_extra_may_be_a_dict_in_a_graph() -> None:
     class Scaled(Optimizer):
         def direction(self, g: Tensor, h: Tensor):
@@ -473,32 +412,6 @@ class Rows(Optimizer):
         return d, s
 
 
-def test_whole_writes_to_no_argument() -> None:
-    class OfState(Rows):
-        def whole(self, d: Tensor, s: Any):
-            s.rows.add_(1.0)
-            return d, s
-
-    class OfDirection(Rows):
-        def whole(self, d: Tensor, s: Any):
-            return d.mul_(2.0), s
-
-    class OfParameter(Rows):
-        def whole(self, d: Tensor, s: Any, x: Tensor):
-            x[0] = 0.0
-            return d, s
-
-    p = torch.ones(2, 2)
-    for cls in OfState, OfDirection, OfParameter:
-        with (
-            torch.inference_mode(),
-            pytest.raises(ValueError, match="it writes to d, x or"),
-        ):
-            cls.pure(lr=0.1).init(p)
-        with pytest.raises(ValueError, match=r"params\[0\] .*: it writes to d, x or s"):
-            cls([p.clone().requires_grad_()], lr=0.1)
-
-
 def test_an_error_in_whole_says_its_line() -> None:
     class Odd(Rows):
         def whole(self, d: Tensor, s: Any):
@@ -518,83 +431,6 @@ def test_an_error_in_whole_says_its_line() -> None:
             cls.pure(lr=0.1).init(torch.ones(2, 3))
         with pytest.raises(ValueError, match=rf"takes no shape: .*py:{line}\)"):
             check_rule(cls)
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
-@pytest.mark.parametrize("kind", [Tensor, Shaped])
-def test_first_values_are_floating(dtype: torch.dtype, kind: Any) -> None:
-    def init(self: Any, p: Tensor) -> Any:
-        return self.State(torch.zeros_like(p, dtype=dtype))
-
-    body: dict[str, Any] = {"direction": lambda self, g, s: (g, s)}
-    if kind is Shaped:
-        body = {"direction": lambda self, g: g, "whole": lambda self, d, s: (d, s)}
-    state = NamedTuple("State", [("n", kind)])  # noqa: UP014
-    with pytest.raises(
-        (TypeError, ValueError), match=r"allowed is self\.State of floating t"
-    ):
-        made(State=state, init=init, **body).pure(lr=0.1).init(torch.ones(3))
-
-
-SAID: dict[str, tuple[Any, str]] = {
-    "min": (lambda self, g, t: g * min(t / 9, 1.0), r"x\.clamp_max\(1\.0\) for min"),
-    "normalize": (lambda self, g: torch.nn.functional.normalize(g), "is not elementwise"),
-    "out": (lambda self, g: torch.add(g, g, out=g), "use add without out="),
-}
-
-
-@pytest.mark.parametrize("name", SAID)
-def test_errors_say_what_to_write(name: str) -> None:
-    direction, said = SAID[name]
-    with pytest.raises(TypeError, match=said) as raised:
-        type("Wrong", (Optimizer,), {"direction": direction})
-    assert "use normalize" not in str(raised.value)
-
-
-class Mapped(Optimizer):
-    class State(NamedTuple):
-        m: Tensor
-        v: Shaped
-
-    def direction(self, g: Tensor, s: State):
-        return g, self.State(g, s.v)
-
-    def whole(self, d: Tensor, s: State):
-        return d, s
-
-
-ONLY = r"s has None for Shaped fields, which only whole has"
-LACKS = r"it takes lr and weight_decay by name, and of s it has the Shaped fields"
-
-
-@pytest.mark.parametrize(
-    ("said", "body"),
-    [
-        (ONLY, {"direction": lambda self, g, s: (0.9 * s.v + g, s)}),
-        (ONLY, {"after": lambda self, u, s: (u / torch.sqrt(s.v), s)}),
-        (LACKS, {"whole": lambda self, d, s: (self.lr * d, s)}),
-        (LACKS, {"whole": lambda self, d, s: (d * s.m, s)}),
-    ],
-)
-def test_what_whole_alone_has(said: str, body: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match=said):
-        type("Wrong", (Mapped,), body)([torch.ones(2, 2, requires_grad=True)], lr=0.1)
-
-
-def test_an_argument_that_no_rule_has_is_an_extra() -> None:
-    class Misspelt(Optimizer):
-        momentum: float = 0.9
-
-        def direction(self, g: Tensor, momentun: Tensor):
-            return g * momentun
-
-    p, value = torch.ones(1, requires_grad=True), Misspelt.pure(lr=0.1)
-    optimizer = Misspelt([p], lr=0.1, compile=False)
-    p.grad = torch.ones(1)
-    said = r"takes \['momentun'\] \(extras are its arguments but g, s, t, x, z, r and c\)"
-    for step in optimizer.step, lambda: value.step(p, p, value.init(p)):
-        with pytest.raises(TypeError, match=said):
-            step()
 
 
 K = torch.tensor(0.5, dtype=torch.float64)

@@ -154,47 +154,6 @@ def test_parts_of_a_gradient_are_measured_by_themselves() -> None:
     torch.testing.assert_close(w[0].detach(), torch.full((3,), 2.0))
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "whole": (
-        {"whole": lambda self, d: d},
-        r"has measure and whole: allowed is one of both",
-    ),
-    "no mean": ({"measure": lambda self, g: {"total": g}}, r"measure\(g\) returned"),
-    "a mean of the step": (
-        {"measure": lambda self, mean, g, t: {"total": mean(t) + mean(g)}},
-        r"measure .*: mean\(t\): allowed are tensors in the shape of the parameter",
-    ),
-    "a maximum of a number": (
-        {"measure": lambda self, top, g: {"total": top(2.0)}},
-        r"measure .*: top\(2\.0\): allowed are tensors",
-    ),
-    "a tensor": (
-        {"measure": lambda self, mean, g: {"total": mean(g) * g}},
-        r"g is not known in this method \(all means of a method are",
-    ),
-    "a mean of a mean": (
-        {"measure": lambda self, mean, g: {"total": mean(g - mean(g))}},
-        r"all means of a method are",
-    ),
-    "a number": (
-        {"measure": lambda self, mean, g: {"total": (mean(g), self.factor)[1]}},
-        r"returned .*allowed is a dict of numbers that are computed of means",
-    ),
-    "no dict": ({"measure": lambda self, mean, g: mean(g)}, r"allowed is a dict of num"),
-    "an argument": (
-        {
-            "measure": lambda self, mean, g: {"t": mean(g)},
-            "direction": lambda self, g, t: g,
-        },
-        r"measure returned 't', which is an argument of methods or an option",
-    ),
-    "no elements": (
-        {"measure": lambda self, mean, g: {"total": mean(g.flip(0))}},
-        r"measure is not elementwise",
-    ),
-}
-
-
 class Kept(Shifted):
     """Steps by the sum of all gradients' sums, and of first values."""
 
@@ -236,59 +195,6 @@ def test_numbers_of_a_tensor_last(how: Any) -> None:
         assert kept.shape == () and kept.dtype == torch.float32
         torch.testing.assert_close(kept, torch.tensor(total), rtol=1e-3, atol=0.0)
         torch.testing.assert_close(p.detach(), torch.full_like(p, end), rtol=1e-3, atol=0.0)
-
-
-KEPT_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "not measured": (
-        {
-            "measure": lambda self, mean, g: {"other": mean(g)},
-            "direction": lambda self, g: g,
-        },
-        r"returned \['other'\]: State has the Number 'total', so it is one of them",
-    ),
-    "set elsewhere": (
-        {"direction": lambda self, g, s, total: (g, self.State(2 * s.total))},
-        r"direction returned other values of \('total',\), which only measure sets",
-    ),
-    "of elements": (
-        {
-            "measure": lambda self, mean, g, weight: {"total": weight + mean(g)},
-            "direction": lambda self, g, s, weight: (g, s),
-        },
-        r"keeps a number of the extra weight: allowed are means and maxima of it",
-    ),
-    "of the loss alone": (
-        {
-            "measure": lambda self, s, loss: {"total": s.total + loss},
-            "direction": lambda self, g, s, loss: (g, s),
-        },
-        r"allowed is a dict of numbers that are computed of means, as mean\(loss\)",
-    ),
-    "before its means": (
-        {"measure": lambda self, mean, g, s: {"total": mean(g * s.total)}},
-        r"s_total is not known in this method",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", KEPT_REFUSED)
-def test_numbers_that_are_refused(name: str) -> None:
-    body, said = KEPT_REFUSED[name]
-    with pytest.raises(TypeError, match=said):
-        type("Wrong", (Kept,), body)
-
-
-def test_numbers_of_complex_tensors_are_refused_by_the_constructor() -> None:
-    w = torch.ones(2, dtype=torch.complex64, requires_grad=True)
-    with pytest.raises(TypeError, match=r"params\[0\] .* Kept keeps a Number of tensors"):
-        Kept([w], lr=0.1)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_measures_that_are_refused(name: str) -> None:
-    body, said = REFUSED[name]
-    with pytest.raises(TypeError, match=said):
-        type("Wrong", (Shifted,), body)
 
 
 @pytest.mark.parametrize("how", [{"compile": False}, {"foreach": True}])
@@ -409,51 +315,6 @@ def test_first_values_of_a_shape_of_their_own(dtype: torch.dtype) -> None:
         assert left.tolist() == [[0.5, 0.0], [0.0, 0.5]]
 
 
-def test_what_is_refused() -> None:
-    with pytest.raises(TypeError, match="fields that are Shaped come last"):
-
-        class Mixed(Optimizer):  # type: ignore
-            class State(NamedTuple):
-                left: Shaped
-                exp_avg: Moment
-
-            def direction(self, g: Tensor, s: State):
-                return g, s
-
-            def whole(self, d: Tensor, s: State) -> Any:
-                return d, s
-
-    with pytest.raises(TypeError, match="are for a class with `whole`"):
-
-        class Lacking(Optimizer):  # type: ignore
-            class State(NamedTuple):
-                left: Shaped
-
-            def direction(self, g: Tensor):
-                return g
-
-    class Shrinks(Left):
-        def whole(self, d: Tensor, s: Left.State) -> Any:  # type: ignore
-            return d, s._replace(left=s.left[:1])
-
-    with pytest.raises(ValueError, match=r"returned left=.* the shape \(2, 2\), which"):
-        Shrinks.pure(lr=0.1).init(torch.ones(2, 3))
-
-    class Alone(Left):
-        def whole(self, d: Tensor, s: Left.State) -> Any:  # type: ignore
-            return d
-
-    with pytest.raises(ValueError, match=r"allowed is \(d, self.State\(...\)\)"):
-        Alone.pure(lr=0.1).init(torch.ones(2, 3))
-
-    class Odd(Left):
-        def init(self, p: Tensor) -> Any:
-            return self.State(None, (2, -1))  # type: ignore
-
-    with pytest.raises(ValueError, match="in Shaped fields of any, and shapes"):
-        Odd.pure(lr=0.1).init(torch.ones(2, 3))
-
-
 # Sums over all parameters
 
 
@@ -565,72 +426,3 @@ def test_parameters_that_never_had_a_gradient_count() -> None:
     total = optimizer.state[ps[0]]["total"].item()
     assert total == state.leaves[0].running.total.item() == 2 * 9 + 3 * 4
     assert [*optimizer.state] == ps[:1]
-
-
-def test_cautious_is_refused_with_sums() -> None:
-    with pytest.raises(
-        ValueError, match=r"DoG.* the hook cautious\(\): its direction has sums"
-    ):
-        DoG.pure(lr=1.0, cautious=True)
-    with pytest.raises(ValueError, match=r"DoG.* the hook cautious\(\)"):
-        DoG([torch.ones(1, requires_grad=True)], lr=1.0, cautious=True)
-
-
-class One(NamedTuple):
-    total: float = 0.0
-
-
-class Rate(NamedTuple):
-    size: float = 0.0
-
-
-SUMS: dict[str, Any] = {
-    "Running": One,
-    "direction": lambda self, g, r: (g, r),
-    "sums": lambda self, g: g * g,
-    "join": lambda self, r, sums: One(r.total + sums),
-}
-REFUSED_SUMS: dict[str, tuple[dict[str, Any], str]] = {
-    "no join": ({"join": None}, r"has no join: `sums` go with"),
-    "no sums": ({"sums": None}, r"has no sums: `sums` go with"),
-    "no Running": (
-        {"Running": None, "direction": lambda self, g: g},
-        r"has no Running: `sums` go with",
-    ),
-    "means in after": (
-        {"after": lambda self, mean, u: mean(u * u) * u},
-        r"has means in `after`: `sums` go",
-    ),
-    "a number": ({"sums": lambda self, g: 2.0}, r"sums returned 2\.0: allowed are tensors"),
-    "a scalar": ({"sums": lambda self, g: self.size}, r"sums returned .*allowed are tens"),
-    "no element": ({"sums": lambda self, g: g.flip(0)}, r"sums is not elementwise"),
-    "tensors": (
-        {"join": lambda self, r, sums: sums},
-        r"join returned .*allowed is self\.Running\(\.\.\.\) of scalars",
-    ),
-    "the step": (
-        {"join": lambda self, r, sums, t: r},
-        r"join takes r, sums, t: allowed are",
-    ),
-    "an option": (
-        {
-            "Running": Rate,
-            "direction": lambda self, g, r: (g, r),
-            "join": lambda self, r, sums: Rate(sums),
-        },
-        r"Running has a field 'size', which is an option",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED_SUMS)
-def test_sums_that_are_refused(name: str) -> None:
-    body, said = REFUSED_SUMS[name]
-    made = {k: x for k, x in {**SUMS, **body}.items() if x is not None}
-    with pytest.raises(TypeError, match=said):
-        type(
-            "Summing",
-            (Optimizer,),
-            {"__annotations__": {"size": float}, "size": 0.5, **made},
-        )
-    type("Summing", (Optimizer,), SUMS)

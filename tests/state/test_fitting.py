@@ -14,12 +14,10 @@ from optimi_func import (
     Adafactor,
     AdamW,
     Lion,
-    Mixed,
     Muon,
     MuonAdamW,
     NorMuon,
     NorMuonAdamW,
-    ScheduleFreeAdamW,
 )
 from optimi_func.schedules import linear
 
@@ -176,24 +174,3 @@ def test_weights_keep_their_compensation() -> None:
     last = MuonAdamW(model, lr=1e-3, **EAGER)
     assert last.load_fitting(new.state_dict()).anew == {}
     assert last.state[model.qkv.weight]["momentum_buffer"].dtype == torch.bfloat16
-
-
-def test_refusals_load_nothing() -> None:
-    model = net()
-    old = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    train(model, [old], range(1))
-    new = MuonAdamW(model, lr=1e-3, **EAGER)
-    state = old.state_dict()
-    with pytest.raises(ValueError, match="no 'param_names', by which entries are found"):
-        new.load_fitting(state)
-    assert not new.state
-    state["param_groups"][0]["param_names"] = [n for n, _ in model.named_parameters()]
-    assert {*new.load_fitting(state).anew} == {*MATRICES}
-    unnamed = AdamW(model.parameters(), lr=1e-3, **EAGER)
-    with pytest.raises(ValueError, match="this optimizer's parameters have no names"):
-        unnamed.load_fitting(state)
-    free = ScheduleFreeAdamW(model.named_parameters(), lr=1e-3, **EAGER)
-    free.eval()
-    with pytest.raises(RuntimeError, match="load_fitting"):
-        free.load_fitting(state)
-    assert isinstance(new, Mixed)

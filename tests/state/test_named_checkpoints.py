@@ -355,36 +355,3 @@ def test_schedules_are_kept_and_not_saved(cls, form, in_file, tmp_path) -> None:
     train([*before, *after], range(2, 4))
     wanted, found = weights(before), weights(after)
     assert all(torch.equal(wanted[k], found[k]) for k in wanted)
-
-
-# Nothing is loaded if a number is none
-
-CONTAINERS: list[Any] = [[], (), [[0.1]], (0.1,), {"a": 0.1}, {0.1}]
-CONTAINERS += [torch.tensor([0.1]).to_sparse(), "0.1"]
-
-
-@pytest.mark.parametrize("value", CONTAINERS, ids=lambda x: str(x)[:6])
-@pytest.mark.parametrize("name", ["lr", "weight_decay", "eps"])
-@pytest.mark.parametrize("cls", [AdamW, Prodigy])
-def test_no_container_is_a_number(cls: Any, name: str, value: Any) -> None:
-    w = torch.ones(3, requires_grad=True)
-    optimizer = cls([w], lr=0.1, compile=False)
-    optimizer.init_state()
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["param_groups"][0][name] = value
-    saved["state"][0]["exp_avg"] += 1.0
-    with pytest.raises((TypeError, ValueError), match=f"(?s){name}=.*allowed are numbers"):
-        optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0][name] is not value
-    assert not optimizer.state[w]["exp_avg"].any()
-
-
-@pytest.mark.parametrize("name", ["step", "d", "exp_avg"])
-def test_no_sparse_state_is_loaded(name: str) -> None:
-    w = torch.ones(3, requires_grad=True)
-    optimizer = Prodigy([w], lr=1.0, compile=False)
-    optimizer.init_state()
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["state"][0][name] = saved["state"][0][name].to_sparse()
-    with pytest.raises(ValueError, match=rf"state\[0\]\['{name}'\] is .*allowed"):
-        optimizer.load_state_dict(saved)

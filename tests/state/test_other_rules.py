@@ -114,15 +114,6 @@ def test_what_loads_is_what_has_the_rules_fields_and_no_others(source: str) -> N
             )
 
 
-def test_codes_of_another_rule_are_refused_too() -> None:
-    ps = params((64, 128))
-    for storage in (None, Storage(moments="8bit")):
-        full = AdamW(ps, lr=0.1, storage=storage, **EAGER)
-        train(full, ps, range(1))
-        fields = r"\['exp_avg_sq'\] are another rule's"
-        assert_refused(Lion(ps, lr=0.1, **EAGER), full.state_dict(), fields)
-
-
 def test_options_of_another_rule_are_refused_where_there_is_no_state() -> None:
     ps = params()
     plain = torch.optim.SGD(ps, lr=0.1)
@@ -311,22 +302,6 @@ def test_frozen_names_of_the_state_are_no_loss() -> None:
     assert_refused(
         part, only.state_dict(), r"^the state has nothing for \['1.bias'\]: strict"
     )
-
-
-@pytest.mark.parametrize("given", [None, "run.pt", 3, [1, 2], nn.Linear(1, 1)], ids=str)
-def test_what_is_no_dict_is_named(given: Any) -> None:
-    model = nn.Linear(2, 1)
-    parts = ("bias", lion(lr=0.1))
-    mixed = Mixed(model.named_parameters(), parts, rest=adamw(lr=0.1), **EAGER)
-    for optimizer in (AdamW(model.parameters(), lr=0.1, **EAGER), mixed):
-        with pytest.raises(TypeError, match=r"state_dict=.*: allowed is a dict"):
-            optimizer.load_state_dict(given)
-    for broken in (
-        {"state": None, "param_groups": []},
-        {"state": {}, "param_groups": None},
-    ):
-        with pytest.raises(ValueError, match="an optimizer's holds 'state' and"):
-            AdamW(model.parameters(), lr=0.1, **EAGER).load_state_dict(broken)
 
 
 # bitsandbytes

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func import adamw, prepare_for_gradient_release, sgd
+from optimi_func import adamw, sgd
 from optimi_func.rules import Optimizer
 from optimi_func.transforms import (
     GradientTransform,
@@ -248,11 +248,6 @@ def test_the_optimizer_is_the_last_part(inner: Any, before: list[Any]) -> None:
     text = r"chain got 1 of its .* after {}\(.*has to be the last part.*hooks=\[\.\.\.\]"
     with pytest.raises(TypeError, match=text.format(type(inner).__name__)):
         chain(*before, inner, scale(0.5))
-
-
-def test_gradient_release_takes_no_chain() -> None:
-    with pytest.raises(TypeError, match=r"Chain.*is not one of optimi_func's classes"):
-        prepare_for_gradient_release(nn.Linear(2, 2), chain(scale(0.1), sgd(lr=0.1)))  # type: ignore
 
 
 # Numbers

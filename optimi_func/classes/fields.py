@@ -7,6 +7,7 @@ of its bases once. The constructor, its signature and the pure optimizer follow 
 import inspect
 import math
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import KW_ONLY, InitVar
 from functools import reduce
 from inspect import Parameter
@@ -245,12 +246,17 @@ def _declared_fields(cls: type[Fields]) -> dict[str, Field[Any, Any]]:
     annotations, keyword = dict(inspect.get_annotations(cls)), False
     if cls._reads_fields:
         pairs = [pair for base in reversed(cls.__mro__) for pair in vars(base).items()]
-        known = {*RATES, *[name for name, x in pairs if isinstance(x, Field)]}
+        inherited = {name: x for name, x in pairs if isinstance(x, Field)}
         for name, x in dict(pairs).items():
-            if name in known and name not in annotations and not hasattr(x, "__get__"):
+            if (
+                name in {*RATES, *inherited}
+                and name not in annotations
+                and not hasattr(x, "__get__")
+            ):
                 shared = cls._arguments.get(name)
                 annotations[name] = float if shared is None else shared.argument
-                own[name] = x  # another default of the same field
+                # Another default of the same field, which keeps its bounds.
+                own[name] = _with_default(inherited.get(name), x)
     fields: dict[str, Field[Any, Any]] = {}
     for name, annotation in annotations.items():
         keyword = keyword or annotation in (KW_ONLY, "KW_ONLY")
@@ -268,6 +274,19 @@ def _declared_fields(cls: type[Fields]) -> dict[str, Field[Any, Any]]:
         elif name in vars(cls):
             delattr(cls, name)
     return fields
+
+
+def _with_default(field: Field[Any, Any] | None, default: Any) -> Any:
+    """Return a copy of a field of numbers with another default, or the default alone."""
+    if isinstance(field, Floats):
+        fits = isinstance(default, tuple) and len(default) == len(field.default)
+    else:
+        fits = isinstance(field, OneNumber) and type(default) in (float, int)
+    if field is None or not fits:
+        return default
+    field = copy(field)
+    field.default = default
+    return field
 
 
 def made_field(name: str, annotation: object, default: Any) -> Field[Any, Any]:

@@ -1,21 +1,21 @@
 """Parameters and moments in codes, on shards: the codes of one process, on gloo."""
 
 import warnings
-from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import CLASSES, MEASURED, NO_CODES
-from shards import EAGER, by_rows, fitted, flat_mesh, full, hybrid_mesh, load, placed, save
+from one_process import End, Steps, assert_alike, everything, ways
+from shards import EAGER, flat_mesh, full, hybrid_mesh, load, save
 from stored import BF16, same_bits
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as sd
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
 from worlds import hand_over, raises, world
 
@@ -23,164 +23,65 @@ from optimi_func import (
     AdamW,
     Ranger,
     ScheduleFreeAdamW,
-    adamw_init,
-    adamw_step,
-    compiled,
     prepare_for_gradient_release,
 )
-from optimi_func.core import codes
 from optimi_func.core.rule import Storage
 
 EXACT8 = Storage("exact", "8bit")
-STORAGES = ["compact", EXACT8, Storage("kahan", "8bit"), "exact"]
+STORAGES = [None, "compact", EXACT8, Storage("kahan", "8bit"), "exact"]
 STORAGES += [Storage("stochastic", "8bit", 3)]
-# Uneven shards, empty ones, one dimension, and groups that span two; and too small.
 SHAPES = [(130, 64), (2, 4096), (8192,), (129, 64, 32), (5, 7), (3,)]
-
-
-def given(steps: int) -> tuple[list[Tensor], list[list[Tensor]]]:
-    torch.manual_seed(2)
-    starts = [torch.randn(shape).to(BF16) for shape in SHAPES]
-    return starts, [[torch.randn(s).to(BF16) for s in SHAPES] for _ in range(steps)]
-
-
-def moved(make: Callable[[Any], Any], place: Callable[[Tensor], Any], steps: int) -> Any:
-    starts, grads = given(steps)
-    params: list[Any] = [nn.Parameter(place(x)) for x in starts]
-    optimizer = make(params)
-    for some in grads:
-        for p, g in zip(params, some):
-            p.grad = place(g)
-        optimizer.step()
-    return params, optimizer
-
-
-def compare(
-    ours: Any, optimizer: Any, theirs: Any, other: Any, place: Callable[[Tensor], Any]
-) -> int:
-    """Bit for bit what one process has; how many are in codes."""
-    count = 0
-    for p, q in zip(ours, theirs):
-        assert torch.equal(p.detach().to_local(), place(q.detach()).to_local())
-        state, known = optimizer.state[p], other.state[q]
-        assert list(state) == list(known), (tuple(p.shape), list(state), list(known))
-        count += any(name.endswith("_q") for name in state)
-        numbers = optimizer.rule_of(optimizer.param_groups[0]).running._fields
-        assert all(state[name] == known[name] for name in numbers)
-        for name in set(state) - {"step", *numbers}:
-            x = state[name]
-            assert isinstance(x, DTensor) and x.placements == p.placements, name
-            assert x.dtype == known[name].dtype and x.shape == known[name].shape
-            assert same_bits(x.to_local(), place(known[name]).to_local()), name
-        assert state["step"] == known["step"]
-    return count
-
-
-@world(full=[2], soak=[4])
-def test_every_rule_has_the_codes_of_one_process() -> None:
-    place = by_rows()
-    for name, cls in CLASSES.items():
-        if name in NO_CODES and name != "sgd":  # of which nothing is kept in codes
-            continue
-        for storage in STORAGES if name == "adamw" else STORAGES[:1]:
-
-            def make(params: Any, cls: Any = cls, storage: Any = storage) -> Any:
-                more = {"momentum": 0.9} if cls.__name__ == "SGD" else {}
-                return cls(params, lr=0.01, storage=storage, **more, **EAGER)
-
-            def fit(x: Tensor, name: str = name) -> Tensor:
-                return fitted(name, x)
-
-            theirs, other = moved(make, lambda x, fit=fit: fit(x).clone(), 3)
-            ours, optimizer = moved(make, lambda x, fit=fit: place(fit(x)), 3)
-            if name in MEASURED:
-                # Its means are sums of sums, and a last bit of one may turn a code.
-                for p, q, start in zip(ours, theirs, given(0)[0]):
-                    pair = [
-                        codes.widen(part, rest, torch.float32)[1].double()
-                        for part, rest in (
-                            (full(p), full(optimizer.state[p]["kahan_comp"])),
-                            (q.detach(), other.state[q]["kahan_comp"]),
-                        )
-                    ]
-                    got, want = (x - fit(start).double() for x in pair)
-                    assert want.norm() > 0
-                    assert (got - want).norm() <= 1e-2 * want.norm()
-                    assert list(optimizer.state[p]) == list(other.state[q])
-                continue
-            found = compare(ours, optimizer, theirs, other, place)
-            assert found == (0 if storage == "exact" else 4)
 
 
 @world(full=[2])
 def test_reset_of_rows_of_parameters_and_of_all() -> None:
-    place = by_rows()
-    for cls in (AdamW, Ranger, ScheduleFreeAdamW):
-        for storage in (None, *STORAGES):
+    (rows,) = ways("rows")
+    for cls, storage in product((AdamW, Ranger, ScheduleFreeAdamW), STORAGES):
+        make = partial(cls, lr=0.01, storage=storage, **EAGER)
+        steps = Steps(make, SHAPES, BF16)
+        ours, theirs = pair = steps.run(rows.place), steps.run(Tensor.clone)
 
-            def make(params: Any, cls: Any = cls, storage: Any = storage) -> Any:
-                return cls(params, lr=0.01, storage=storage, **EAGER)
+        def compare(ours: End = ours, theirs: End = theirs) -> None:
+            assert_alike(everything(ours), everything(theirs))
 
-            pairs = moved(make, Tensor.clone, 3), moved(make, place, 3)
-            (theirs, other), (ours, optimizer) = pairs
-            # Rows of both processes, single elements of groups, and parameters.
-            for at, rows in (
-                (0, [0, 100, -1]),
-                (2, [4097]),
-                (5, [2]),
-                (1, None),
-                (4, None),
-            ):
-                before = {k: x.clone() for k, x in other.state[theirs[at]].items()}
-                for params, its in pairs:
-                    its.reset(params[at], rows)
-                after = other.state[theirs[at]]
-                assert not all(same_bits(after[k], x) for k, x in before.items())
-            for last in (False, True):
-                compare(ours, optimizer, theirs, other, place)
-                for p, q, g in zip(ours, theirs, given(4)[1][3]):
-                    p.grad, q.grad = place(g), g
-                for _, its in pairs:
-                    its.step()
-                compare(ours, optimizer, theirs, other, place)
-                for _, its in pairs if not last else ():
-                    its.reset()
-                assert last or other.state[theirs[0]]["step"] == 0
+        # Rows of both processes, single elements of groups, and parameters.
+        for at, some in ((0, [0, 100, -1]), (2, [4097]), (5, [2]), (1, None), (4, None)):
+            entry = theirs.optimizer.state[theirs.params[at]]
+            before = {k: x.clone() for k, x in entry.items()}
+            for end in pair:
+                end.optimizer.reset(end.params[at], some)
+            after = theirs.optimizer.state[theirs.params[at]]
+            assert not all(same_bits(after[k], x) for k, x in before.items())
+        for last in (False, True):
+            compare()
+            for end in pair:
+                end.optimizer.step()
+            compare()
+            for end in pair if not last else ():
+                end.optimizer.reset()
+            assert last or theirs.optimizer.state[theirs.params[0]]["step"] == 0
 
 
 @world(full=[4])
 def test_cut_along_two_dimensions_and_in_the_midst_of_groups() -> None:
     """Cut along two dimensions; and in the midst of groups, where moments stay wide."""
-    mesh = init_device_mesh("cpu", (2, 2))
-
-    def make(params: Any) -> Any:
-        return AdamW(params, lr=0.01, storage="compact", **EAGER)
-
-    for shape, places, coded in (
-        ((66, 256), [Shard(0), Shard(1)], True),
-        ((65, 256), [Shard(0), Shard(0)], True),
-        ((130, 64), [Shard(0), Shard(1)], False),
-        ((8256,), [Shard(0), Shard(0)], False),
+    for shape, name, coded in (
+        ((66, 256), "rows and columns", True),
+        ((65, 256), "rows of rows", True),
+        ((130, 64), "rows and columns", False),
+        ((8256,), "rows of rows", False),
     ):
-        start, g = torch.randn(shape).to(BF16), torch.randn(shape).to(BF16)
-        p: Any = nn.Parameter(distribute_tensor(start, mesh, places))
+        steps = Steps(partial(AdamW, lr=0.01, storage="compact", **EAGER), [shape], BF16)
+        (way,) = ways(name)
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            optimizer = make([p])
+            end = steps.run(way.place)
         said = [str(w.message) for w in found if "cut groups" in str(w.message)]
         assert len(said) == (not coded), said
         assert coded or str(shape) in said[0]
-        whole = nn.Parameter(start.clone())
-        other = make([whole])
-        for _ in range(3):
-            p.grad, whole.grad = distribute_tensor(g, mesh, places), g.clone()
-            optimizer.step()
-            other.step()
         if coded:
-            place = placed(mesh, *places)
-            assert compare([p], optimizer, [whole], other, place) == 1
-        else:
-            assert "exp_avg" in optimizer.state[p]
+            assert_alike(everything(end), everything(steps.alone), about=name)
+        assert ("exp_avg_q" if coded else "exp_avg") in end.optimizer.state[end.params[0]]
 
 
 class Net(nn.Module):
@@ -267,28 +168,6 @@ def test_fully_shard_with_and_without_release() -> None:
 @world(soak=[4])
 def test_replicated_and_sharded() -> None:
     compare_models(hybrid_mesh())
-
-
-@world(full=[2])
-def test_the_pure_functions_eagerly_and_compiled() -> None:
-    """The pure functions, eagerly and compiled (which steps codes by single operations)."""
-    place = by_rows()
-    starts, grads = given(2)
-    for step in (adamw_step, compiled.adamw_step):
-        whole, tree = starts[:1], [place(x) for x in starts[:1]]
-        known, state = adamw_init(whole, storage=EXACT8), adamw_init(tree, storage=EXACT8)
-        for some in grads:
-            whole, known = adamw_step(whole, some[:1], known, lr=0.01)
-            tree, state = step(tree, [place(some[0])], state, lr=0.01)
-        # Compiled, the numbers are the host's, and may differ in float32's last bit.
-        apart = (full(tree[0]).float() - whole[0].float()).abs()
-        assert (apart > 0).float().mean() < 1e-2, step
-        mine, theirs = state.leaves[0].exp_avg_sq, known.leaves[0].exp_avg_sq
-        assert mine.q.placements == mine.scale.placements == (Shard(0),), step
-        apart = (full(mine.q).int() - theirs.q.int()).abs()
-        assert apart.max() <= 1 and (apart > 0).float().mean() < 1e-2, step
-        scale = full(mine.scale)
-        assert torch.allclose(scale, theirs.scale, rtol=1e-5, atol=0.0)
 
 
 def here() -> nn.Module:

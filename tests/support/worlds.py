@@ -195,3 +195,20 @@ def gathered(x: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, x)
     return found
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[Any]]:
+    """Note the tensors that `all_reduce` is given."""
+    sent: list[Any] = []
+    send = dist.all_reduce
+
+    def noting(x: Any, *given: Any, **how: Any) -> Any:
+        sent.append(x)
+        return send(x, *given, **how)
+
+    dist.all_reduce = noting
+    try:
+        yield sent
+    finally:
+        dist.all_reduce = send

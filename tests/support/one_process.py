@@ -9,21 +9,31 @@ import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from shards import placed
+from cases import taken
+from shards import EAGER, batch, flat_mesh, load, loss_of, placed
 from stored import meant, same_bits
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from training import step_with
 
+from optimi_func import clip_grad_norm_, prepare_for_gradient_release
+
 Tensors = Mapping[str, Any]
 Place = Callable[[Tensor], Any]
+
+
+def local_of(x: Any) -> Tensor:
+    return x.detach().to_local() if isinstance(x, DTensor) else x.detach()
 
 
 def part_of(whole: Tensor, like: Any) -> Tensor:
@@ -62,8 +72,7 @@ def assert_alike(
     for name, x in ours.items():
         want, got = whole[name], x.detach()
         assert (x.dtype, x.shape) == (want.dtype, want.shape), (about, name)
-        want = part_of(want, got)
-        got = got.to_local() if isinstance(got, DTensor) else got
+        want, got = part_of(want, got), local_of(got)
         if not tolerance:
             assert same_bits(got, want), f"{about}: {name} differs"
         elif got.numel():
@@ -124,13 +133,10 @@ def everything(end: End) -> Tensors:
 def masters(end: End) -> Tensors:
     """Return parameters with what is stored beside them, as this process has it."""
 
-    def local(x: Any) -> Tensor:
-        return x.detach().to_local() if isinstance(x, DTensor) else x
-
     found: dict[str, Any] = {}
     for name, p in weights(end).items():
-        state = {k: local(x) for k, x in end.optimizer.state[p].items()}
-        x = meant(local(p), state)
+        state = {k: local_of(x) for k, x in end.optimizer.state[p].items()}
+        x = meant(local_of(p), state)
         if isinstance(p, DTensor):
             where = p.device_mesh, p.placements
             x = DTensor.from_local(x, *where, shape=p.shape, stride=p.stride())
@@ -160,6 +166,7 @@ class Steps:
     growth: float = 1.0
     value: Any = None
     reloads: bool = False
+    look = staticmethod(everything)
 
     @cached_property
     def given(self) -> tuple[list[Tensor], list[list[Tensor]]]:
@@ -208,16 +215,31 @@ class Steps:
 
 
 def as_one_process(
-    make: Steps,
-    place: Place,
-    look: Look = everything,
+    make: "Steps | Training",
+    place: Any,
+    look: Callable[[Any], Tensors] | None = None,
     tolerance: float = 0.0,
     about: Any = "",
+    than: Any = None,
     **options: Any,
-) -> End:
-    """Raise unless the processes together end as one process does; return their end."""
-    ours = make.run(place, **options)
-    assert_alike(look(ours), look(make.alone), make.starts, tolerance, about)
+) -> Any:
+    """Raise unless the processes together end as one process does; return their end.
+
+    Args:
+        make: What is trained.
+        place: How it is divided among the processes.
+        look: Returns what is compared of an end, by default all of it.
+        tolerance: How far movements may differ, as in `assert_alike`.
+        about: Is added to the message.
+        than: The end to compare with, by default that of one process.
+        options: Are passed to `make.run`.
+    """
+    ours, theirs = make.run(place, **options), make.alone if than is None else than
+    look = look or make.look
+    assert_alike(look(ours), look(theirs), make.starts, tolerance, about)
+    found, wanted = (list(map(float, getattr(end, "norms", []))) for end in (ours, theirs))
+    near: dict[str, Any] = {"rtol": max(tolerance, 1e-9), "atol": 0.0, "equal_nan": True}
+    torch.testing.assert_close(found, wanted, **near)
     return ours
 
 
@@ -253,3 +275,189 @@ def ways(*names: str) -> list[Way]:
             Way("rows of rows", placed(mesh, row, row)),
         ]
     return [way for way in found if way.name in names or not names]
+
+
+@dataclass(frozen=True)
+class Among:
+    """How a model and its data are divided among processes; by default not at all.
+
+    Args:
+        divide: Divides a model, and returns what is called in its place.
+        share: Returns this process's share of a batch.
+        group: The process group of replicas, which is passed to gradient release.
+    """
+
+    divide: Callable[[Any], Any] = lambda model: model
+    share: Callable[[Tensor], Tensor] = lambda x: x
+    group: Any = None
+
+
+ALONE = Among()
+
+
+def nth(rank: int, size: int) -> Callable[[Tensor], Tensor]:
+    """Return a function that returns one of `size` shares of a batch."""
+    return lambda x: x.chunk(size)[rank]
+
+
+def by_rank() -> Callable[[Tensor], Tensor]:
+    return nth(dist.get_rank(), dist.get_world_size())
+
+
+def fully_sharded(mesh: Any = None, root: bool = True) -> Among:
+    """Divide each child of a model and, if `root`, the rest of it by `fully_shard`."""
+    mesh = flat_mesh() if mesh is None else mesh
+
+    def divide(model: nn.Module) -> nn.Module:
+        for part in (*model.children(), *[model] * root):
+            fully_shard(part, mesh=mesh)
+        return model
+
+    return Among(divide, by_rank())
+
+
+def here() -> Among:
+    """All processes of a world under fully_shard, or this one if there is no world."""
+    return fully_sharded() if dist.is_initialized() else ALONE
+
+
+def replicated(group: Any = None) -> Among:
+    """Copy the model: gradient release averages over the group, by default all processes."""
+    group = dist.group.WORLD if group is None else group
+    return Among(share=nth(group.rank(), group.size()), group=group)
+
+
+def by_ddp(**options: Any) -> Among:
+    return Among(partial(DistributedDataParallel, **options), by_rank())
+
+
+class Poison:
+    """A NaN that only one process has, in its shard of one gradient at one step."""
+
+    def __init__(self, name: str, rank: int, at: int = 1) -> None:
+        self.name, self.rank, self.at, self.now = name, rank, at, -1
+
+    def begin(self, model: nn.Module) -> None:
+        model.get_parameter(self.name).register_post_accumulate_grad_hook(self)
+
+    def __call__(self, p: Any) -> None:
+        if self.now == self.at and dist.get_rank() == self.rank:
+            local_of(p.grad).view(-1)[:1] = torch.nan
+
+
+@dataclass
+class Trained:
+    """A model after training, its optimizer, its handle, and the norms of gradients."""
+
+    model: nn.Module
+    optimizer: Any
+    handle: Any
+    norms: list[Any] = field(default_factory=list)
+
+
+def of(cls: Any, **options: Any) -> Callable[..., Any]:
+    """Return a function that makes an optimizer of the parameters that the class accepts."""
+    options = {"lr": 1e-2, **EAGER, **options}
+    return lambda model, **more: cls(taken(cls, model), **options, **more)
+
+
+def parameters(end: Trained) -> Tensors:
+    return dict(end.model.named_parameters())
+
+
+def parameters_and_state(end: Trained) -> Tensors:
+    return {**parameters(end), **kept(parameters(end), end.optimizer)}
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model that is trained on batches.
+
+    Args:
+        model: Makes the model, the same in all processes.
+        optimizer: Makes an optimizer of a model and further options.
+        batch: Returns the batch that all processes share, by its number.
+        loss: The loss of a model and a batch.
+        steps: How many steps there are.
+        micro: How many batches each step has.
+        clip: The norm to which gradients are clipped before step().
+        release: Options of gradient release, or None for ordinary steps.
+        sync: Whether replicas average the gradients of all batches of a step, or only
+            their sums, at the last one.
+        before: Is called before each batch with the model and the batch's number.
+        poison: Puts a NaN into one process's gradient. One process leaves out that step.
+    """
+
+    model: Callable[[], Any]
+    optimizer: Callable[..., Any]
+    batch: Callable[[int], Tensor] = batch
+    loss: Callable[[Any, Any], Tensor] = loss_of
+    steps: int = 4
+    micro: int = 1
+    clip: float | None = None
+    release: dict[str, Any] | None = None
+    sync: bool = True
+    before: Callable[[Any, int], None] = lambda model, i: None
+    poison: Poison | None = None
+    look = staticmethod(parameters)
+
+    @cached_property
+    def starts(self) -> Tensors:
+        return {k: p.detach() for k, p in self.model().named_parameters()}
+
+    @cached_property
+    def alone(self) -> Trained:
+        """What one process ends with."""
+        return self.run(ALONE)
+
+    def begun(self, among: Among) -> tuple[Trained, Any]:
+        """Return what is trained, and what is called for its loss."""
+        model = self.model()
+        net = among.divide(model)
+        if self.poison is not None and among is not ALONE:
+            self.poison.begin(model)
+        if self.release is None:
+            return Trained(model, self.optimizer(model), None), net
+        optimizer = self.optimizer(model, gradient_release=True)
+        how = {"ignore_existing_hooks": self.poison is not None, **self.release}
+        how |= {} if among.group is None else {"process_group": among.group}
+        handle = prepare_for_gradient_release(model, optimizer, **how)
+        return Trained(model, optimizer, handle), net
+
+    def run(
+        self, among: Among = ALONE, steps: range | None = None, path: Path | None = None
+    ) -> Trained:
+        """Train, from a checkpoint if there is a path."""
+        end, net = self.begun(among)
+        if path is not None:
+            load(end.model, end.optimizer, path)
+        for i in range(self.steps) if steps is None else steps:
+            for j in range(self.micro * i, self.micro * (i + 1)):
+                self._backward(end, net, among, j)
+            if self.clip is not None:
+                params = list(end.model.parameters())
+                # torch's does not know tensors of several meshes.
+                is_plain = not any(isinstance(p, DTensor) for p in params)
+                clip = nn.utils.clip_grad_norm_ if is_plain else clip_grad_norm_
+                end.norms.append(clip(params, self.clip))
+            elif end.handle is not None and end.handle.grad_norm is not None:
+                end.norms.append(end.handle.grad_norm.clone())
+            if among is not ALONE or self.poison is None or i != self.poison.at:
+                end.optimizer.step()
+            end.optimizer.zero_grad()
+        if end.handle is not None:
+            end.handle.remove()
+        return end
+
+    def _backward(self, end: Trained, net: Any, among: Among, j: int) -> None:
+        self.before(end.model, j)
+        if self.poison is not None:
+            self.poison.now = j // self.micro
+        x, last = among.share(self.batch(j)), (j + 1) % self.micro == 0
+        other = net if isinstance(net, DistributedDataParallel) else end.handle
+        quiet = not last and other is not None and (other is net or not self.sync)
+        with other.no_sync() if quiet else contextlib.nullcontext():
+            if end.handle is None:
+                (self.loss(net, x) / self.micro).backward()
+            else:
+                end.handle.backward(lambda: self.loss(net, x) / self.micro)

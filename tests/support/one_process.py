@@ -349,12 +349,17 @@ class Poison:
 
 @dataclass
 class Trained:
-    """A model after training, its optimizer, its handle, and the norms of gradients."""
+    """A model, its optimizer, its handle, and the norms of gradients so far.
 
-    model: nn.Module
+    `net` is called for the loss, and `among` says how both are divided.
+    """
+
+    model: Any
     optimizer: Any
-    handle: Any
+    handle: Any = None
     norms: list[Any] = field(default_factory=list)
+    net: Any = None
+    among: Among = ALONE
 
 
 def of(cls: Any, **options: Any) -> Callable[..., Any]:
@@ -412,30 +417,37 @@ class Training:
         """What one process ends with."""
         return self.run(ALONE)
 
-    def begun(self, among: Among) -> tuple[Trained, Any]:
-        """Return what is trained, and what is called for its loss."""
+    def begun(self, among: Among = ALONE) -> Trained:
+        """Return what is to be trained."""
         model = self.model()
         net = among.divide(model)
         if self.poison is not None and among is not ALONE:
             self.poison.begin(model)
         if self.release is None:
-            return Trained(model, self.optimizer(model), None), net
+            return Trained(model, self.optimizer(model), net=net, among=among)
         optimizer = self.optimizer(model, gradient_release=True)
         how = {"ignore_existing_hooks": self.poison is not None, **self.release}
         how |= among.release
         handle = prepare_for_gradient_release(model, optimizer, **how)
-        return Trained(model, optimizer, handle), net
+        return Trained(model, optimizer, handle, net=net, among=among)
 
     def run(
         self, among: Among = ALONE, steps: range | None = None, path: Path | None = None
     ) -> Trained:
         """Train, from a checkpoint if there is a path."""
-        end, net = self.begun(among)
+        end = self.begun(among)
         if path is not None:
             load(end.model, end.optimizer, path)
-        for i in range(self.steps) if steps is None else steps:
+        self.train(end, range(self.steps) if steps is None else steps)
+        if end.handle is not None:
+            end.handle.remove()
+        return end
+
+    def train(self, end: Trained, steps: range) -> None:
+        """Take steps."""
+        for i in steps:
             for j in range(self.micro * i, self.micro * (i + 1)):
-                self._backward(end, net, among, j)
+                self._backward(end, j)
             if self.clip is not None:
                 params = list(end.model.parameters())
                 # torch's does not know tensors of several meshes.
@@ -444,20 +456,17 @@ class Training:
                 end.norms.append(clip(params, self.clip))
             elif end.handle is not None and end.handle.grad_norm is not None:
                 end.norms.append(end.handle.grad_norm.clone())
-            if among is ALONE and self.poison is not None and i == self.poison.at:
+            if end.among is ALONE and self.poison is not None and i == self.poison.at:
                 end.norms[-1:] = [torch.nan] * len(end.norms[-1:])
             else:
                 end.optimizer.step()
             end.optimizer.zero_grad()
-        if end.handle is not None:
-            end.handle.remove()
-        return end
 
-    def _backward(self, end: Trained, net: Any, among: Among, j: int) -> None:
+    def _backward(self, end: Trained, j: int) -> None:
         self.before(end.model, j)
         if self.poison is not None:
             self.poison.now = j // self.micro
-        x, last = among.share(self.batch(j)), (j + 1) % self.micro == 0
+        x, last, net = end.among.share(self.batch(j)), (j + 1) % self.micro == 0, end.net
         other = net if isinstance(net, DistributedDataParallel) else end.handle
         quiet = not last and other is not None and (other is net or not self.sync)
         with other.no_sync() if quiet else contextlib.nullcontext():

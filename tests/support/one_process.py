@@ -454,12 +454,13 @@ class Training:
                 is_plain = not any(isinstance(p, DTensor) for p in params)
                 clip = nn.utils.clip_grad_norm_ if is_plain else clip_grad_norm_
                 end.norms.append(clip(params, self.clip))
-            elif end.handle is not None and end.handle.grad_norm is not None:
-                end.norms.append(end.handle.grad_norm.clone())
             if end.among is ALONE and self.poison is not None and i == self.poison.at:
                 end.norms[-1:] = [torch.nan] * len(end.norms[-1:])
             else:
                 end.optimizer.step()
+            # Sums that step() ends are averaged, and so measured, there.
+            if end.handle is not None and end.handle.grad_norm is not None:
+                end.norms.append(end.handle.grad_norm.clone())
             end.optimizer.zero_grad()
 
     def _backward(self, end: Trained, j: int) -> None:

@@ -129,12 +129,6 @@ def hand_over(
             run(body, size, folder=folder)
 
 
-def start(checks: list[Callable[[Path], None]], size: int, folder: Path) -> dict[str, str]:
-    """Run checks one after the other; how each ended: "" or what was raised."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return {check.__name__: failure_of(check, size, folder=folder) for check in checks}
-
-
 def stop() -> None:
     while _worlds:
         _worlds.popitem()[1].stop()

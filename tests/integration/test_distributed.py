@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Collection
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -19,11 +20,16 @@ from one_process import (
     End,
     Steps,
     Tensors,
+    Trained,
+    Training,
     Way,
     as_one_process,
     assert_alike,
     both,
+    fully_sharded,
+    local_of,
     masters,
+    parameters,
     states,
     ways,
 )
@@ -33,15 +39,11 @@ from psgd import PSGD
 from sgld import SGLD
 from shards import (
     EAGER,
-    batch,
     by_rows,
     flat_mesh,
     full,
     hybrid_mesh,
-    mine,
     plain,
-    sharded,
-    train,
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -60,7 +62,6 @@ from optimi_func import (
     muon,
     muon_init,
     muon_step,
-    prepare_for_gradient_release,
     soap,
     stableadamw,
 )
@@ -364,36 +365,29 @@ def test_a_shard_that_is_put_elsewhere_between_steps_is_followed() -> None:
 def test_prodigys_sums_of_all_groups_are_one_message() -> None:
     """Prodigy's two sums of all groups are one message a step, also under release."""
 
-    def stepping(mesh: Any, release: bool, share: bool) -> tuple[Any, Any, Any]:
-        model = sharded(mesh)
+    def make(model: nn.Module, share: bool, gradient_release: bool = False) -> Any:
         named = list(model.named_parameters())
         groups = [{"params": named[:2]}, {"params": named[2:]}]
-        options = {"share_d": share, "gradient_release": release, **EAGER}
-        optimizer = optimi_func.Prodigy(groups, **options)
-        return model, optimizer, release and prepare_for_gradient_release(model, optimizer)
+        how = {"share_d": share, "gradient_release": gradient_release, **EAGER}
+        return optimi_func.Prodigy(groups, **how)
 
-    four = dist.get_world_size() == 4
-    meshes = [flat_mesh(), *[hybrid_mesh() for _ in range(four)]]
+    def ds(end: Trained) -> Tensors:
+        return {
+            f"d {i}": torch.tensor(x["d"]) for i, x in enumerate(end.optimizer.param_groups)
+        }
+
+    meshes = [flat_mesh(), *[hybrid_mesh() for _ in range(dist.get_world_size() == 4)]]
     for mesh, share in itertools.product(meshes, (False, True)):
-        model = plain()
-        named = list(model.named_parameters())
-        groups = [{"params": named[:2]}, {"params": named[2:]}]
-        other = optimi_func.Prodigy(groups, share_d=share, **EAGER)
-        train(model, other, range(8), batch)
-        runs = [stepping(mesh, release, share) for release in (False, True)]
-        for ours, optimizer, _ in runs:
-            for i in range(8):
-                with counted() as sent:
-                    train(ours, optimizer, range(i, i + 1), mine)
-                messages = [x.numel() for x in sent if x.numel() in (2, 4)]
-                assert messages == [2 if share else 4], sent
-            for mine_, theirs in zip(optimizer.param_groups, other.param_groups):
-                error = abs(mine_["d"] / theirs["d"] - 1.0)
-                assert error < 1e-3 and theirs["d"] > 1e-6, (mine_["d"], theirs["d"])
-        (one, first, _), (two, second, handle) = runs
-        for p, q in zip(one.parameters(), two.parameters()):
-            assert torch.equal(p.to_local(), q.to_local())
-        ds = [[group["d"] for group in x.param_groups] for x in (first, second)]
-        assert ds[0] == ds[1]
-        assert all(x == ds for x in gathered(ds))
-        handle.remove()
+        made, ends = Training(plain, partial(make, share=share), steps=8), list[Trained]()
+        assert min(ds(made.alone).values()) > 1e-6
+        for training in (made, replace(made, release={})):
+            with counted() as sent:
+                ends.append(training.run(fully_sharded(mesh)))
+            messages = [x.numel() for x in sent if x.numel() in (2, 4)]
+            assert messages == [2 if share else 4] * 8, sent
+            assert_alike(ds(ends[-1]), ds(made.alone), tolerance=1e-3)
+        for look in (ds, parameters):
+            pairs = zip(*[map(local_of, look(end).values()) for end in ends])
+            assert all(torch.equal(x, y) for x, y in pairs)
+        found = list(map(float, ds(ends[0]).values()))
+        assert all(x == found for x in gathered(found))

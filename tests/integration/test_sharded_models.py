@@ -12,7 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from measured import peak_bytes
-from one_process import Among, Training, as_one_process, by_ddp, fully_sharded, nth, of
+from one_process import (
+    Among,
+    Poison,
+    Training,
+    as_one_process,
+    by_ddp,
+    fully_sharded,
+    nth,
+    of,
+)
 from shards import (
     EAGER,
     assert_close,
@@ -100,64 +109,35 @@ def test_fully_shard_equals_one_process_with_and_without_release() -> None:
 
 @world(2, soak=[4])
 def test_what_is_not_finite_in_one_process_is_skipped_in_all() -> None:
-    mesh, rank = flat_mesh(), dist.get_rank()
-    bad: list[bool] = [False]
+    name, bad = "second.weight", Poison("second.weight", 0, alone=True)
+    how: dict[str, Any] = {"steps": 3, "poison": bad}
+    skips = {"skip_nonfinite": True}
+    # With counts on the host and on the device.
+    for on_device in (False, True)[: 2 if dist.get_world_size() == 2 else 1]:
+        made = Training(plain, of(StableAdamW, capturable=on_device), **how)
+        there, than = replace(made, release=skips), made.alone
+        end = as_one_process(there, fully_sharded(), tolerance=1e-9, than=than)
+        assert end.handle.skipped == {name: 1}
+        assert end.optimizer.state[end.model.second.weight]["step"] == 2
+        assert end.optimizer.state[end.model.second.bias]["step"] == 3
+    # A tree has one step count, which goes on.
+    end = Training(plain, tree, release=skips, **how).run(fully_sharded())
+    assert end.handle.skipped == {name: 1}
+    assert all(x.isfinite().all() for x in snapshot(end.model))
 
-    def spoil(p: Any) -> None:
-        part = p.grad.to_local()
-        if bad[0] and rank == 0:
-            part.view(-1)[:1] = float("nan")
 
-    # With counts on the host, on the device, and a tree's.
-    for kind in ("host", "device", "tree") if dist.get_world_size() == 2 else ("host",):
-        functional = kind == "tree"
-        model = sharded(mesh)
-        model.second.weight.register_post_accumulate_grad_hook(spoil)
-        way = {"gradient_release": True, "capturable": kind == "device", **EAGER}
-        optimizer: Any = StableAdamW(model.parameters(), lr=1e-2, **way)
-        if functional:
-            optimizer = optimi_func.stableadamw(lr=1e-2)
-        handle = prepare_for_gradient_release(
-            model, optimizer, ignore_existing_hooks=True, skip_nonfinite=True
-        )
-        start = snapshot(model)
-        single = plain()
-        other = StableAdamW(single.parameters(), lr=1e-2, **EAGER)
-        for i in range(3):
-            bad[0] = i == 1
-            handle.backward(lambda i=i, model=model: loss_of(model, mine(i)))
-            loss_of(single, batch(i)).backward()
-            if bad[0]:
-                single.second.weight.grad = None
-                if functional:
-                    continue  # a tree has one step count, which goes on
-            other.step()
-            other.zero_grad()
-            if not functional:
-                assert_close(snapshot(model), snapshot(single), start, 1e-9)
-        assert handle.skipped == {"second.weight": 1}
-        assert all(x.isfinite().all() for x in snapshot(model))
-        if not functional:
-            assert optimizer.state[model.second.weight]["step"] == 2
-            assert optimizer.state[model.second.bias]["step"] == 3
-        handle.remove()
+def tree(model: nn.Module, gradient_release: bool) -> Any:
+    """Return a functional optimizer, which only gradient release can use."""
+    assert gradient_release
+    return optimi_func.stableadamw(lr=1e-2)
 
 
 @world(full=[2])
 def test_a_pure_optimizer_under_release() -> None:
-    model, single = sharded(flat_mesh()), plain()
-    start = snapshot(single)
-    for net, get in ((model, mine), (single, batch)):
-        optimizer = optimi_func.stableadamw(lr=1e-2)
-        with prepare_for_gradient_release(net, optimizer, accumulation="buffer") as handle:
-            for i in range(4):
-                loss_of(net, get(i)).backward()
-                if i % 2:
-                    handle.step()
-            assert handle.state.step == 2
-            moment = handle.state.leaves["first.weight"].exp_avg
-            assert isinstance(moment, DTensor) == (net is model)
-    assert_close(snapshot(model), snapshot(single), start, 1e-9)
+    training = Training(plain, tree, micro=2, release={"accumulation": "buffer"})
+    end = as_one_process(training, fully_sharded(), tolerance=1e-9)
+    assert end.handle.state.step == 4
+    assert isinstance(end.handle.state.leaves["first.weight"].exp_avg, DTensor)
 
 
 @world(full=[2])

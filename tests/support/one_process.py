@@ -334,10 +334,13 @@ def by_ddp(**options: Any) -> Among:
 
 
 class Poison:
-    """A NaN that only one process has, in its shard of one gradient at one step."""
+    """A NaN that only one process has, in its shard of one gradient at one step.
 
-    def __init__(self, name: str, rank: int, at: int = 1) -> None:
-        self.name, self.rank, self.at, self.now = name, rank, at, -1
+    One process leaves out the whole step or, if `alone`, only that parameter's update.
+    """
+
+    def __init__(self, name: str, rank: int, at: int = 1, alone: bool = False) -> None:
+        self.name, self.rank, self.at, self.alone, self.now = name, rank, at, alone, -1
 
     def begin(self, model: nn.Module) -> None:
         model.get_parameter(self.name).register_post_accumulate_grad_hook(self)
@@ -392,7 +395,7 @@ class Training:
         sync: Whether replicas average the gradients of all batches of a step, or only
             their sums, at the last one.
         before: Is called before each batch with the model and the batch's number.
-        poison: Puts a NaN into one process's gradient. One process leaves out that step.
+        poison: Puts a NaN into one process's gradient, if there are several.
     """
 
     model: Callable[[], Any]
@@ -454,14 +457,20 @@ class Training:
                 is_plain = not any(isinstance(p, DTensor) for p in params)
                 clip = nn.utils.clip_grad_norm_ if is_plain else clip_grad_norm_
                 end.norms.append(clip(params, self.clip))
-            if end.among is ALONE and self.poison is not None and i == self.poison.at:
+            bad = self.poison
+            is_bad = bad is not None and end.among is ALONE and i == bad.at
+            if is_bad and bad.alone:
+                end.model.get_parameter(bad.name).grad = None
+            elif is_bad:
                 end.norms[-1:] = [torch.nan] * len(end.norms[-1:])
-            else:
-                end.optimizer.step()
+            if not is_bad or bad.alone:
+                # A functional optimizer has no step() without arguments.
+                is_class = hasattr(end.optimizer, "param_groups")
+                (end.optimizer if is_class else end.handle).step()
             # Sums that step() ends are averaged, and so measured, there.
             if end.handle is not None and end.handle.grad_norm is not None:
                 end.norms.append(end.handle.grad_norm.clone())
-            end.optimizer.zero_grad()
+            end.model.zero_grad()
 
     def _backward(self, end: Trained, j: int) -> None:
         self.before(end.model, j)

@@ -98,20 +98,15 @@ def _serve(orders: Connection, rank: int, size: int, store: Path) -> None:
 _worlds: dict[int, World] = {}
 
 
-def failure_of(body: Callable[..., None], size: int, **given: Any) -> str:
-    """Run a module's function in `size` processes; what they raised, or nothing."""
+def run(body: Callable[..., None], size: int, **given: Any) -> None:
+    """Run a module's function in `size` processes, and fail as they do."""
     world = _worlds.pop(size, None) or World(size)
     text = world.run((body.__module__, body.__name__, given, seeds.text))
     if world.is_whole:
         _worlds[size] = world
     else:
         world.stop()
-    return text
-
-
-def run(body: Callable[..., None], size: int, **given: Any) -> None:
-    """Run a module's function in `size` processes, and fail as they do."""
-    if text := failure_of(body, size, **given):
+    if text:
         pytest.fail(text, pytrace=False)
 
 

@@ -28,8 +28,10 @@ from one_process import (
 )
 from shards import (
     EAGER,
+    ComplexNet,
     Net,
     batch,
+    drawn,
     flat_mesh,
     fresh_pair,
     full,
@@ -76,23 +78,6 @@ class Coded(nn.Module):
         return self.last(nn.functional.gelu(self.first(x)))
 
 
-class Complex(nn.Module):
-    """Layers of a complex and of a real dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.part, self.head = nn.Linear(8, 8, dtype=torch.complex64), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.part(x).abs())
-
-
-def drawn(size: int, dtype: torch.dtype, i: int) -> Tensor:
-    source = torch.Generator().manual_seed(i)
-    return torch.randn(8, size, dtype=dtype, generator=source)
-
-
 def mean_square(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).float().square().mean()
 
@@ -102,7 +87,7 @@ def coded(storage: Any, **how: Any) -> Training:
     return Training(Coded, of(AdamW, storage=storage), batch, mean_square, **how)
 
 
-COMPLEX: dict[str, Any] = {"model": Complex, "batch": partial(drawn, 8, torch.complex64)}
+COMPLEX = partial(drawn, 64, torch.complex64)
 # In buckets from the second step on, with float32's state of float64 parameters.
 WIDE = {"weight_decay": 0.1, "state_dtype": torch.float32}
 BUCKETS = of(AdamW, compile=None, foreach=True, **WIDE)
@@ -116,8 +101,8 @@ ROWS: dict[str, tuple[Training, float]] = {
     "compact": (coded("compact"), 0.0),
     "exact": (coded(EXACT8), 0.0),
     "released codes": (coded(EXACT8, release={}), 0.0),
-    "complex": (Training(optimizer=of(AdamW), **COMPLEX), 1e-5),
-    "lamb": (Training(optimizer=of(LAMB), **COMPLEX), 1e-5),
+    "complex": (Training(ComplexNet, of(AdamW), COMPLEX), 1e-5),
+    "lamb": (Training(ComplexNet, of(LAMB), COMPLEX), 1e-5),
 }
 HALF, END = range(5), range(10)
 

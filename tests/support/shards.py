@@ -33,6 +33,25 @@ class Net(nn.Module):
         return self.last(nn.functional.gelu(x))
 
 
+class ComplexNet(nn.Module):
+    """A complex layer and a real one, because fully_shard takes modules of one dtype."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.part = nn.Linear(64, 128, dtype=torch.complex64)
+        self.head = nn.Linear(128, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.part(x).abs())
+
+
+def drawn(size: int, dtype: torch.dtype, i: int) -> Tensor:
+    """Return a batch of 8 rows."""
+    source = torch.Generator().manual_seed(i)
+    return torch.randn(8, size, dtype=dtype, generator=source)
+
+
 def plain() -> Net:
     torch.manual_seed(1)
     return Net().double()

@@ -1,6 +1,7 @@
 """DTensors: a step of shards is the step of whole tensors, on gloo."""
 
 import itertools
+import warnings
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cache, partial
@@ -26,6 +27,7 @@ from one_process import (
     as_one_process,
     assert_alike,
     both,
+    everything,
     fully_sharded,
     local_of,
     masters,
@@ -45,6 +47,7 @@ from shards import (
     hybrid_mesh,
     plain,
 )
+from stored import same_bits
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -55,6 +58,8 @@ from optimi_func import (
     SOAP,
     AdamW,
     Muon,
+    Ranger,
+    ScheduleFreeAdamW,
     StableAdamW,
     Storage,
     adamw,
@@ -160,6 +165,61 @@ def test_every_rule_has_the_codes_of_one_process() -> None:
         end = compare(name, steps, rows, 3e-2)  # a last bit of a sum may turn a code
         found = {k.split()[0] for k in states(end) if k.endswith("_q")}
         assert len(found) == (0 if storage == "exact" else 4), (name, storage)
+
+
+@world(full=[2])
+def test_reset_of_rows_of_parameters_and_of_all() -> None:
+    (rows,) = ways("rows")
+    for cls, storage in itertools.product(
+        (AdamW, Ranger, ScheduleFreeAdamW), [None, "compact", *STORAGES]
+    ):
+        make = partial(cls, lr=0.01, storage=storage, **EAGER)
+        steps = Steps(make, CODED, torch.bfloat16)
+        ours, theirs = pair = steps.run(rows.place), steps.run(Tensor.clone)
+
+        def compare(ours: End = ours, theirs: End = theirs) -> None:
+            assert_alike(everything(ours), everything(theirs))
+
+        # Rows of both processes, single elements of groups, and parameters.
+        for at, some in ((0, [0, 100, -1]), (2, [4097]), (5, [2]), (1, None), (4, None)):
+            entry = theirs.optimizer.state[theirs.params[at]]
+            before = {k: x.clone() for k, x in entry.items()}
+            for end in pair:
+                end.optimizer.reset(end.params[at], some)
+            after = theirs.optimizer.state[theirs.params[at]]
+            assert not all(same_bits(after[k], x) for k, x in before.items())
+        for last in (False, True):
+            compare()
+            for end in pair:
+                end.optimizer.step()
+            compare()
+            for end in pair if not last else ():
+                end.optimizer.reset()
+            assert last or theirs.optimizer.state[theirs.params[0]]["step"] == 0
+
+
+@world(full=[4])
+def test_cut_along_two_dimensions_and_in_the_midst_of_groups() -> None:
+    """Cut along two dimensions; and in the midst of groups, where moments stay wide."""
+    for shape, name, coded in (
+        ((66, 256), "rows and columns", True),
+        ((65, 256), "rows of rows", True),
+        ((130, 64), "rows and columns", False),
+        ((8256,), "rows of rows", False),
+    ):
+        steps = Steps(
+            partial(AdamW, lr=0.01, storage="compact", **EAGER), [shape], torch.bfloat16
+        )
+        (way,) = ways(name)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            end = steps.run(way.place)
+        said = [str(w.message) for w in found if "cut groups" in str(w.message)]
+        assert len(said) == (not coded), said
+        assert coded or str(shape) in said[0]
+        if coded:
+            assert_alike(everything(end), everything(steps.alone), about=name)
+        assert ("exp_avg_q" if coded else "exp_avg") in end.optimizer.state[end.params[0]]
 
 
 class Compiled:

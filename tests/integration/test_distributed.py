@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from apollo import APOLLO
-from cases import CLASSES, MATRICES, MEASURED, NO_CODES, SENSITIVE
+from cases import CLASSES, MATRICES, MEASURED, NO_CODES, SENSITIVE, STILL
 from conda import Conda
 from d_adaptation import DAdaptation
 from galore import GaLore
@@ -102,7 +102,8 @@ def steps_of(name: str, dtype: torch.dtype, **way: Any) -> Steps:
         shapes = [s if len(s) > 1 else (1, *s) for s in shapes]
     cls = CLASSES["adamw" if name in OPTIONS else name]
     make = partial(cls, lr=1e-2, **NEEDED.get(name, {}), **way)
-    return Steps(make, shapes, dtype, 4, growth=1.0 if "storage" in way else 10.0)
+    count = max(4, 2 + STILL.get(name, 0))  # some rules' first gradients move nothing
+    return Steps(make, shapes, dtype, count, growth=1.0 if "storage" in way else 10.0)
 
 
 def compare(name: str, steps: Steps, way: Way, tolerance: float) -> End:

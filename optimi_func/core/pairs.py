@@ -4,8 +4,9 @@ Executors get pairs as local tensors. In a state a field of float32 or float64 p
 stored as a complex tensor, as torch.optim's; other dtypes, and codes, as pairs.
 """
 
+from collections.abc import Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +17,10 @@ T = TypeVar("T")
 
 def as_real(x: T) -> T:
     """Return a complex tensor as real pairs in its memory. Other values stay."""
-    return torch.view_as_real(x) if isinstance(x, Tensor) and x.is_complex() else x
+    if not (isinstance(x, Tensor) and x.is_complex()):
+        return x
+    strides = *[2 * stride for stride in x.stride()], 1
+    return _of_local(torch.view_as_real, x, (*x.shape, 2), strides)
 
 
 def as_complex(x: Tensor, like: Tensor) -> Tensor:
@@ -24,7 +28,23 @@ def as_complex(x: Tensor, like: Tensor) -> Tensor:
     if not like.is_complex():
         return x
     pairs = x.stride()[-1] == 1 and not any([stride % 2 for stride in x.stride()[:-1]])
-    return torch.view_as_complex(x if pairs else x.contiguous())
+    x = x if pairs else x.contiguous()
+    strides = [stride // 2 for stride in x.stride()[:-1]]
+    return _of_local(torch.view_as_complex, x, x.shape[:-1], strides)
+
+
+def _of_local(view: Any, x: Any, shape: Sequence[int], strides: Sequence[int]) -> Any:
+    """Return a view of a tensor, which if it is a DTensor is one of its local shard.
+
+    torch's own view of a DTensor gathers a vector that is sharded unevenly.
+    """
+    if not hasattr(x, "device_mesh"):
+        return view(x)
+    from torch.distributed.tensor import DTensor
+
+    part, mesh, placements = view(x.to_local()), x.device_mesh, x.placements
+    shapes: Any = {"shape": torch.Size(shape), "stride": tuple(strides)}
+    return DTensor.from_local(part, mesh, placements, run_check=False, **shapes)
 
 
 def as_real_for(p: Tensor, x: Tensor) -> Tensor:

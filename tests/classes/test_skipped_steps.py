@@ -5,18 +5,22 @@ import math
 from contextlib import nullcontext
 from typing import Any
 
+import one_process
 import pytest
-import skipped_worlds
+import replicas
+import shards
 import torch
-import worlds
+import torch.distributed as dist
 from layers import loss_of, net
 from refusals import Scene, refuses
 from released import assert_same
 from torch import Tensor, nn
+from worlds import counted, world
 
 from optimi_func import (
     SGD,
     AdamW,
+    Muon,
     MuonAdamW,
     Prodigy,
     ScheduleFreeAdamW,
@@ -122,7 +126,11 @@ def test_large_finite_gradients_are_steps() -> None:
     assert optimizer.skipped_steps == 0 and len(optimizer.state) == 8
 
 
-RELEASED = skipped_worlds.RELEASED
+RELEASED: list[dict[str, Any]] = [
+    {"clip_global_norm": math.inf},
+    {"clip_global_norm": 0.1},
+    {"accumulation": "buffer"},
+]
 
 
 @pytest.mark.parametrize("options", RELEASED, ids=str)
@@ -216,19 +224,78 @@ def test_what_cannot_be_honoured_is_refused() -> Scene:
     return locals() | {"train_step": train_step}
 
 
-CHECKS = [
-    skipped_worlds.shards,
-    skipped_worlds.released_shards,
-    skipped_worlds.replicas,
-    skipped_worlds.released_replicas,
-]
+BAD = 1  # the step that is skipped
+NAN = one_process.Poison("second.weight", 1, BAD)
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return worlds.start(CHECKS, 2, tmp_path_factory.mktemp("two"))
+def left_out(clip: float = math.inf) -> one_process.Trained:
+    """Return the end of one process, which leaves out the bad step."""
+    how: dict[str, Any] = {"clip": clip, "poison": NAN, "steps": 3}
+    return one_process.Training(shards.plain, one_process.of(AdamW), **how).alone
 
 
-@pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])
-def test_two_processes_skip_together(name: str, two: dict[str, str]) -> None:
-    assert not two[name], two[name]
+@world(2)
+def test_a_class_skips_a_step_of_shards_by_one_message() -> None:
+    made = one_process.of(AdamW, **SKIP)
+    training = one_process.Training(shards.plain, made, steps=3, poison=NAN)
+    among, close = one_process.fully_sharded(), {"tolerance": 1e-9, "than": left_out()}
+    end = one_process.as_one_process(training, among, **close)
+    assert end.optimizer.skipped_steps == 1
+    assert {int(x["step"]) for x in end.optimizer.state.values()} == {2}
+    training.loss(end.model, among.share(training.batch(0))).backward()
+    with counted() as sent:
+        end.optimizer.step()
+    assert len(sent) == 1
+
+
+@world(2)
+def test_release_skips_a_step_of_shards() -> None:
+    """By two passes and by sums that step() ends."""
+    for options in RELEASED:
+        than = left_out(options.get("clip_global_norm", math.inf))
+        how: dict[str, Any] = {"release": {**options, **SKIP}, "steps": 3, "poison": NAN}
+        training = one_process.Training(shards.plain, one_process.of(AdamW), **how)
+        among, close = one_process.fully_sharded(), {"tolerance": 1e-9, "than": than}
+        end = one_process.as_one_process(training, among, **close)
+        assert set(end.handle.skipped.values()) == {1}
+        assert len(end.handle.skipped) == len(end.handle.params)
+        assert not end.handle.accumulating
+
+
+@world(2)
+def test_maps_that_replicas_divide_are_skipped_in_all() -> None:
+    """A NaN that only one process has skips the step in both."""
+    for cls in (Muon, MuonAdamW):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+        params = [p for p in model.parameters() if p.dim() == 2]
+        how = {"process_group": dist.group.WORLD, **SKIP, **EAGER}
+        optimizer = cls(model if cls is MuonAdamW else params, lr=0.1, **how)
+        for i in range(3):
+            before = shards.snapshot(model)
+            for p in model.parameters():
+                p.grad = torch.full_like(p, 1.0 + i)
+            if i == BAD and dist.get_rank() == 1:
+                params[0].grad[0, 0] = math.nan
+            optimizer.step()
+            assert all(map(torch.equal, before, shards.snapshot(model))) == (i == BAD)
+            replicas.assert_same_everywhere(model)
+        assert optimizer.skipped_steps == 1
+
+
+@world(2)
+def test_release_skips_a_step_of_replicas() -> None:
+    """Averages are NaN in all, so no message is needed."""
+    for options in RELEASED:
+        model = replicas.net()
+        handle = replicas.prepare(model, replicas.adamw(model, True), **options, **SKIP)
+        for i in range(3):
+            x, before = replicas.batch(i), shards.snapshot(model)
+            if i == BAD and dist.get_rank() == 1:
+                x[0, 0] = math.inf
+            handle.backward(lambda x=x, model=model: replicas.loss_of(model, x))
+            handle.step()
+            assert all(map(torch.equal, before, shards.snapshot(model))) == (i == BAD)
+            replicas.assert_same_everywhere(model)
+        assert set(handle.skipped.values()) == {1}
+        handle.remove()

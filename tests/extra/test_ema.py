@@ -3,15 +3,20 @@
 import copy
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import ema_worlds
 import pytest
+import shards
 import torch
-import worlds
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from one_process import Trained, Training, as_one_process, assert_alike, fully_sharded
 from refusals import Scene, refuses
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from worlds import run
 
 from optimi_func import (
     EMA,
@@ -254,15 +259,61 @@ def test_what_does_not_fit_is_refused() -> Scene:
     return locals() | {"load": average.load_state_dict}
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Two processes that save, and one that goes on."""
-    folder = tmp_path_factory.mktemp("ema")
-    found = worlds.start([ema_worlds.saves], 2, folder)
-    return found | worlds.start([ema_worlds.goes_on], 1, folder)
+def averaged(model: nn.Module) -> Any:
+    """Return an optimizer that updates averages after each step."""
+    optimizer: Any = AdamW(model.named_parameters(), lr=1e-2, **EAGER)
+    optimizer.average = EMA(optimizer, 0.9)
+    optimizer.register_step_post_hook(lambda *_: optimizer.average.update())
+    return optimizer
+
+
+SHARDED = Training(shards.plain, averaged)
+
+
+def averages(end: Trained) -> dict[str, Any]:
+    return end.optimizer.average.state_dict()["averages"]
+
+
+def saved_by(end: Trained) -> dict[str, Any]:
+    parts = {"model": end.model, "optimizer": end.optimizer, "ema": end.optimizer.average}
+    return {name: part.state_dict() for name, part in parts.items()}
+
+
+def saves(folder: Path) -> None:
+    """Shards are averaged as whole tensors are, and swapped in and out."""
+    steps, among = range(3), fully_sharded()
+    wanted = SHARDED.run(steps=steps)
+    end = as_one_process(SHARDED, among, averages, 1e-9, than=wanted, steps=steps)
+    assert all(isinstance(x, DTensor) for x in averages(end).values())
+
+    def loss(end: Trained) -> float:
+        with torch.no_grad():  # the root stays gathered after this, but for reshard()
+            return shards.loss_of(end.model, shards.batch(0)).item()
+
+    trained = loss(end)
+    with end.optimizer.average.applied(), wanted.optimizer.average.applied():
+        assert abs(loss(end) - loss(wanted)) < 1e-12 and loss(end) != trained
+    assert loss(end) == trained
+    dcp.save(saved_by(end), checkpoint_id=folder)
+    dist.barrier()
+
+
+def goes_on(folder: Path) -> None:
+    """Another number of processes continues."""
+    end = SHARDED.begun(fully_sharded())
+    end.optimizer.init_state()
+    saved = saved_by(end)
+    dcp.load(saved, checkpoint_id=folder)
+    for name, part in (("model", end.model), ("optimizer", end.optimizer)):
+        part.load_state_dict(saved[name])
+    end.optimizer.average.load_state_dict(saved["ema"])
+    SHARDED.train(end, range(3, 6))
+    wanted = averages(SHARDED.run(steps=range(6)))
+    assert_alike(averages(end), wanted, SHARDED.starts, 1e-9)
+    assert end.optimizer.average.state_dict()["updates"] == 6
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["saves", "goes_on"])
-def test_shards_are_averaged_and_go_on_elsewhere(name: str, both: dict[str, str]) -> None:
-    assert not both[name], both[name]
+def test_shards_are_averaged_and_go_on_elsewhere(tmp_path: Path) -> None:
+    run(saves, 2, folder=tmp_path)
+    run(goes_on, 1, folder=tmp_path)

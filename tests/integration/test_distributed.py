@@ -1,186 +1,353 @@
 """DTensors: a step of shards is the step of whole tensors, on gloo."""
 
-import copy
-import functools
 import itertools
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Collection
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import CLASSES, MEASURED, SENSITIVE
+from apollo import APOLLO
+from cases import CLASSES, MATRICES, MEASURED, NO_CODES, SENSITIVE, STILL
+from conda import Conda
+from d_adaptation import DAdaptation
+from galore import GaLore
+from kourkoutas import Kourkoutas
+from lars import LARS
+from mars import MARS
+from one_process import (
+    End,
+    Steps,
+    Tensors,
+    Trained,
+    Training,
+    Way,
+    as_one_process,
+    assert_alike,
+    both,
+    everything,
+    fully_sharded,
+    local_of,
+    masters,
+    parameters,
+    states,
+    ways,
+)
+from own_rules import NormedLAMB, Sphere, Tangent
+from peaks import Peak
+from psgd import PSGD
+from sgld import SGLD
 from shards import (
     EAGER,
-    assert_close,
-    batch,
     by_rows,
-    fitted,
     flat_mesh,
     full,
     hybrid_mesh,
-    mine,
-    placed,
     plain,
-    sharded,
-    train,
 )
+from stored import same_bits
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from worlds import gathered, in_turn, raises, world
+from worlds import counted, gathered, in_turn, raises, world
 
 import optimi_func
-from optimi_func import AdamW, StableAdamW, compiled, prepare_for_gradient_release
+from optimi_func import (
+    SOAP,
+    AdamW,
+    Muon,
+    Ranger,
+    ScheduleFreeAdamW,
+    StableAdamW,
+    Storage,
+    adamw,
+    compiled,
+    muon,
+    muon_init,
+    muon_step,
+    soap,
+    stableadamw,
+)
 
+FOREACH = {"foreach": True}
+FLOATS = torch.float32, torch.bfloat16
+# Even, uneven, with empty shards, and as large as a kernel wants them.
+SHAPES = [(8, 3), (5, 4), (1, 6), (3,), (3, 5000), (2, 1)]
+# Uneven and empty shards, one dimension, groups that span two processes; and two that are
+# too small for codes.
+CODED = [(130, 64), (2, 4096), (8192,), (129, 64, 32), (5, 7), (3,)]
+# Convolutions, stacks, and matrices that processes divide unevenly or not at all.
+WHOLE = [(8, 5), (5, 9), (1, 6), (7, 2, 3, 3), (3, 6, 4), (6, 1)]
 # Beside the names of rules: AdamW with what is measured over the whole tensor.
 OPTIONS: dict[str, dict[str, Any]] = {"cautious": {"cautious": True}, "mars": {"mars": 0.1}}
+# What some rules need for the shapes above: a basis of 5000 x 5000 takes minutes.
+NEEDED: dict[str, dict[str, Any]] = {
+    "sgd": {"momentum": 0.9},
+    "kron": {"max_size_triangular": 1000},
+    **{name: {"max_precond_dim": 1000} for name in SENSITIVE},
+    **OPTIONS,
+}
+# Rules with sums over a tensor, which processes add up in another order.
+SUMS = (*MEASURED, *OPTIONS)
+# Of two rules the only field of the state that does not depend on such sums.
+EXACT = {"prodigy": "p0", "mars": "prev_grad"}
 
 
-def shapes() -> list[tuple[int, ...]]:
-    """Even, uneven, with empty shards, and as large as a kernel wants them."""
-    return [(8, 3), (5, 4), (1, 6), (3,), (3, 5000), (2, 1)]
+@cache
+def steps_of(name: str, dtype: torch.dtype, **way: Any) -> Steps:
+    shapes = CODED if "storage" in way else SHAPES
+    if name in MATRICES:
+        shapes = [s if len(s) > 1 else (1, *s) for s in shapes]
+    cls = CLASSES["adamw" if name in OPTIONS else name]
+    make = partial(cls, lr=1e-2, **NEEDED.get(name, {}), **way)
+    count = max(4, 2 + STILL.get(name, 0))  # some rules' first gradients move nothing
+    return Steps(make, shapes, dtype, count, growth=1.0 if "storage" in way else 10.0)
 
 
-def problem(dtype: torch.dtype) -> tuple[list[Tensor], list[list[Tensor]]]:
-    torch.manual_seed(2)
-    starts = [torch.randn(shape).to(dtype) for shape in shapes()]
-    grads = [[torch.randn(shape).to(dtype) * 10**i for shape in shapes()] for i in range(4)]
-    return starts, grads
+def compare(name: str, steps: Steps, way: Way, tolerance: float) -> End:
+    """Compare bit for bit, except what depends on sums over a tensor."""
+    if name not in SUMS:
+        return as_one_process(steps, way.place, about=(name, way.name))
 
+    def exact(end: End) -> Tensors:
+        ends, found = EXACT.get(name, ""), states(end)
+        known = [k for k in found if k.endswith(ends) and not k.endswith("kahan_comp")]
+        return {k: found[k] for k in known}
 
-def moved(optimizer_of: Callable[[list[Any]], Any], dtype: torch.dtype, place: Any) -> Any:
-    """Parameters and optimizer after some given gradients, placed by `place`."""
-    starts, grads = problem(dtype)
-    params = [nn.Parameter(place(x.clone())) for x in starts]
-    optimizer = optimizer_of(params)
-    for step in grads:
-        for p, g in zip(params, step):
-            p.grad = place(g.clone())
-        optimizer.step()
-    return params, optimizer
-
-
-def rule(name: str, foreach: bool) -> Callable[[list[Any]], Any]:
-    """An optimizer that steps eagerly or by foreach."""
-    way = {"foreach": True} if foreach else EAGER
-    more: dict[str, Any] = {"momentum": 0.9} if name == "sgd" else {}
-    if name in OPTIONS:
-        name, more = "adamw", OPTIONS[name]
-    if name in SENSITIVE:  # a basis of 5000 x 5000 takes minutes
-        more = {"max_precond_dim": 1000}
-    if name == "kron":
-        more = {"max_size_triangular": 1000}
-    return lambda ps: CLASSES[name](ps, lr=1e-2, weight_decay=0.1, **more, **way)
-
-
-@functools.cache
-def moved_whole(name: str, dtype: torch.dtype, foreach: bool) -> Any:
-    return moved(rule(name, foreach), dtype, lambda x: fitted(name, x))
+    end = as_one_process(steps, way.place, masters, tolerance, (name, way.name))
+    assert_alike(exact(end), exact(steps.alone), about=(name, way.name))
+    assert list(states(end)) == list(states(steps.alone))
+    return end
 
 
 def compare_rules(
-    place: Callable[[Tensor], Any],
-    ways: list[bool],
-    names: Iterable[str] = (*CLASSES, *OPTIONS),
+    divided: list[Way],
+    how: list[dict[str, Any]],
+    names: Collection[str] = (*CLASSES, *OPTIONS),
 ) -> None:
-    for name in names:
-        for dtype in (torch.float32, torch.bfloat16):
-            for foreach in ways:
-                theirs, other = moved_whole(name, dtype, foreach)
-                fit = functools.partial(fitted, name)
-                ours, optimizer = moved(
-                    rule(name, foreach), dtype, lambda x, fit=fit: place(fit(x))
-                )
-                for p, q in zip(ours, theirs):
-                    # Each process looks at what it has.
-                    compare_leaf(name, p.to_local(), place(q.detach()).to_local())
-                    state, known = optimizer.state[p], other.state[q]
-                    assert list(state) == list(known)
-                    assert type(state["step"]) is Tensor and state["step"] == 4
-                    its = other.rule_of(other.param_groups[0])
-                    numbers = its.running._fields
-                    near = functools.partial(torch.allclose, rtol=1e-5)
-                    alike = near if name == "prodigy" else torch.equal
-                    assert all([alike(state[k], known[k]) for k in numbers])
-                    for field in set(state) - {"step", *numbers}:
-                        x = state[field]
-                        assert isinstance(x, DTensor)
-                        if field in its.whole_fields:  # cut on its own
-                            assert torch.equal(full(x), known[field]), field
-                            continue
-                        assert x.placements == p.placements, field
-                        assert x.dtype == known[field].dtype
-                        part, other_part = x.to_local(), place(known[field]).to_local()
-                        exact = name not in (*MEASURED, *OPTIONS) or field != "kahan_comp"
-                        kept = {"prodigy": "p0", "mars": "prev_grad"}.get(name, field)
-                        exact = exact and field == kept
-                        assert not exact or torch.equal(part, other_part), field
-
-
-def compare_leaf(name: str, ours: Tensor, theirs: Tensor) -> None:
-    if name in (*MEASURED, *OPTIONS):
-        tolerance = 1e-5 if ours.dtype == torch.float32 else 1e-2
-        assert torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
-    else:
-        assert torch.equal(ours, theirs), name
+    for name, dtype, way, more in itertools.product(names, FLOATS, divided, how):
+        steps = steps_of(name, dtype, weight_decay=0.1, **more)
+        compare(name, steps, way, 1e-4 if dtype == torch.float32 else 1e-2)
 
 
 @world(full=[2], soak=[4])
 def test_every_rule_steps_shards_as_whole_tensors() -> None:
     """Every rule, eagerly and by foreach, bit for bit as on whole tensors."""
     # Four processes step by foreach on planes.
-    ways = [False, True] if dist.get_world_size() == 2 else [False]
-    compare_rules(by_rows(), ways)
+    how = [EAGER, FOREACH] if dist.get_world_size() == 2 else [EAGER]
+    compare_rules(ways("rows"), how)
 
 
 @world(2)
 def test_three_rules_step_shards_as_whole_tensors() -> None:
     """Three rules: elementwise, with means over shards, and of whole matrices."""
-    compare_rules(by_rows(), [False], ("adamw", "stableadamw", "muon"))
+    compare_rules(ways("rows"), [EAGER], ("adamw", "stableadamw", "muon"))
 
 
 @world(full=[4])
 def test_every_rule_steps_on_meshes_of_two_dimensions() -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
-    for placements in ([Replicate(), Shard(0)], [Shard(0), Shard(1)], [Shard(0), Shard(0)]):
-        compare_rules(placed(mesh, *placements), [True])
+    compare_rules(ways("copies of rows", "rows and columns", "rows of rows"), [FOREACH])
+
+
+EXACT8 = Storage("exact", "8bit")
+STORAGES = [EXACT8, Storage("kahan", "8bit"), "exact", Storage("stochastic", "8bit", 3)]
+
+
+@world(full=[2], soak=[4])
+def test_every_rule_has_the_codes_of_one_process() -> None:
+    # Of the others nothing is stored in codes.
+    names = [name for name in CLASSES if name not in NO_CODES or name == "sgd"]
+    (rows,) = ways("rows")
+    coded = [*[(name, "compact") for name in names], *[("adamw", x) for x in STORAGES]]
+    for name, storage in coded:
+        steps = steps_of(name, torch.bfloat16, storage=storage, **EAGER)
+        end = compare(name, steps, rows, 3e-2)  # a last bit of a sum may turn a code
+        found = {k.split()[0] for k in states(end) if k.endswith("_q")}
+        assert len(found) == (0 if storage == "exact" else 4), (name, storage)
 
 
 @world(full=[2])
-def test_a_kernel_takes_this_shard_and_a_bucket_that_one() -> None:
-    place = by_rows()
-    for cls in (AdamW, StableAdamW):
-
-        def make(params: Any, cls: Any = cls) -> Any:
-            return cls(params, lr=0.5, compile=True)
-
-        starts, _ = problem(torch.float32)
-        with in_turn():
-            theirs, _ = moved(make, torch.float32, lambda x: x)
-        ours, _ = moved(make, torch.float32, place)
-        assert_close([full(p) for p in ours], [full(p) for p in theirs], starts, 1e-6)
-    # The pure doors, compiled too.
-    starts, grads = problem(torch.float32)
-    tree = {str(i): place(x) for i, x in enumerate(starts)}
-    for step in (
-        compiled.stableadamw_step,
-        optimi_func.stableadamw_step,
-        compiled.stableadamw_step_,
+def test_reset_of_rows_of_parameters_and_of_all() -> None:
+    (rows,) = ways("rows")
+    for cls, storage in itertools.product(
+        (AdamW, Ranger, ScheduleFreeAdamW), [None, "compact", *STORAGES]
     ):
-        whole = {str(i): x.clone() for i, x in enumerate(starts)}
-        params, state = copy.deepcopy(tree), optimi_func.stableadamw_init(tree)
-        known = optimi_func.stableadamw_init(whole)
-        with in_turn():  # compiles what the shards take, too
-            first = {str(i): g for i, g in enumerate(grads[0])}
-            step(copy.deepcopy(whole), first, copy.deepcopy(known), lr=0.5)
-        for gs in grads:
-            pieces = {str(i): place(g) for i, g in enumerate(gs)}
-            params, state = step(params, pieces, state, lr=0.5)
-            gs = {str(i): g for i, g in enumerate(gs)}
-            whole, known = optimi_func.stableadamw_step(whole, gs, known, lr=0.5)
-        ours = [full(p) for p in params.values()]
-        assert_close(ours, list(whole.values()), starts, 1e-6)
-        assert state.step == 4
+        make = partial(cls, lr=0.01, storage=storage, **EAGER)
+        steps = Steps(make, CODED, torch.bfloat16)
+        ours, theirs = pair = steps.run(rows.place), steps.run(Tensor.clone)
+
+        def compare(ours: End = ours, theirs: End = theirs) -> None:
+            assert_alike(everything(ours), everything(theirs))
+
+        # Rows of both processes, single elements of groups, and parameters.
+        for at, some in ((0, [0, 100, -1]), (2, [4097]), (5, [2]), (1, None), (4, None)):
+            entry = theirs.optimizer.state[theirs.params[at]]
+            before = {k: x.clone() for k, x in entry.items()}
+            for end in pair:
+                end.optimizer.reset(end.params[at], some)
+            after = theirs.optimizer.state[theirs.params[at]]
+            assert not all(same_bits(after[k], x) for k, x in before.items())
+        for last in (False, True):
+            compare()
+            for end in pair:
+                end.optimizer.step()
+            compare()
+            for end in pair if not last else ():
+                end.optimizer.reset()
+            assert last or theirs.optimizer.state[theirs.params[0]]["step"] == 0
+
+
+@world(full=[4])
+def test_cut_along_two_dimensions_and_in_the_midst_of_groups() -> None:
+    """Cut along two dimensions; and in the midst of groups, where moments stay wide."""
+    for shape, name, coded in (
+        ((66, 256), "rows and columns", True),
+        ((65, 256), "rows of rows", True),
+        ((130, 64), "rows and columns", False),
+        ((8256,), "rows of rows", False),
+    ):
+        steps = Steps(
+            partial(AdamW, lr=0.01, storage="compact", **EAGER), [shape], torch.bfloat16
+        )
+        (way,) = ways(name)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            end = steps.run(way.place)
+        said = [str(w.message) for w in found if "cut groups" in str(w.message)]
+        assert len(said) == (not coded), said
+        assert coded or str(shape) in said[0]
+        if coded:
+            assert_alike(everything(end), everything(steps.alone), about=name)
+        assert ("exp_avg_q" if coded else "exp_avg") in end.optimizer.state[end.params[0]]
+
+
+class Compiled:
+    """The compiled steps of a functional optimizer."""
+
+    def __init__(self, value: Any, step: Any = compiled.step, **storage: Any) -> None:
+        self.init, self.step = partial(value.init, **storage), partial(step, value)
+
+
+@world(full=[2], soak=[4])
+def test_maps_of_whole_matrices_bit_for_bit() -> None:
+    """Muon and SOAP, as classes and as pure steps, in every way to divide the matrices."""
+    how: dict[str, Any] = {"lr": 0.05, "precondition_frequency": 2}
+    how["max_precond_dim"] = 8  # of (5, 9) only one side is rotated
+    rows: list[Steps] = [
+        Steps(partial(Muon, lr=0.05, **EAGER), WHOLE, torch.float64, value=muon(lr=0.05)),
+        Steps(partial(Muon, lr=0.05, storage="compact", **EAGER), WHOLE, torch.bfloat16),
+    ]
+    kinds = [
+        EAGER,
+        {**FOREACH, "ns_coefficients": "quintic"},
+        {**EAGER, "capturable": True},
+    ]
+    for dtype in FLOATS:
+        rows += [Steps(partial(Muon, lr=0.05, **x), WHOLE, dtype) for x in kinds]
+        made = partial(SOAP, **how, **EAGER)
+        rows.append(Steps(made, [*WHOLE, (9,), (0, 3)], dtype, 6, value=soap(**how)))
+    for i, steps in enumerate(rows):
+        for way in ways():
+            as_one_process(steps, way.place, about=(i, way.name), **way.options)
+    value = Compiled(muon(lr=0.05), compiled.step_)
+    steps = Steps(partial(Muon, lr=0.05, **EAGER), WHOLE, torch.float64, value=value)
+    for way in ways():
+        as_one_process(steps, way.place, both, 1e-11, **way.options)
+
+
+@world(full=[2], soak=[4])
+def test_a_derivative_through_a_pure_step() -> None:
+    torch.manual_seed(3)
+    for shape in ((8, 5), (3, 6, 4)):  # a stack is mapped where it lies
+        start, g, weight = torch.randn(3, *shape, dtype=torch.float64)
+        found = []
+        for put in (lambda x: x, by_rows()):
+            p = put(start.clone()).requires_grad_()
+            new, _ = muon_step(p, put(g) * p, muon_init(p.detach()), lr=0.1)
+            (new * put(weight)).sum().backward()
+            found.append(full(p.grad))
+        torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+
+
+@world(full=[2])
+def test_compiled_steps_of_shards() -> None:
+    """A kernel takes one shard and a bucket another; and the compiled pure steps."""
+    (rows,) = ways("rows")
+    for cls, value in ((AdamW, adamw(lr=0.5)), (StableAdamW, stableadamw(lr=0.5))):
+        for step in (compiled.step, compiled.step_):
+            make = partial(cls, lr=0.5, compile=True)
+            steps = Steps(make, SHAPES, count=4, growth=10.0, value=Compiled(value, step))
+            with in_turn():  # compiles what the shards take, too
+                assert steps.alone.state.step == 4
+            as_one_process(steps, rows.place, both, 1e-6)
+
+
+@world(full=[2])
+def test_pure_steps_of_codes() -> None:
+    """Compiled, codes are stepped by single operations, and numbers are the host's."""
+    value, storage = adamw(lr=0.01), {"storage": EXACT8}
+    make = partial(AdamW, lr=0.01, **storage, **EAGER)
+    values = [
+        Compiled(value, step, **storage) for step in (type(value).step, compiled.step)
+    ]
+    eager, other = [Steps(make, CODED[:1], torch.bfloat16, 2, value=x) for x in values]
+    (rows,) = ways("rows")
+    as_one_process(eager, rows.place)
+    ours, theirs = other.run(rows.place), eager.alone
+    pairs = [(ours.tree[0], theirs.tree[0], torch.bfloat16)]
+    mine_, known = (x.state.leaves[0].exp_avg_sq for x in (ours, theirs))
+    pairs.append((mine_.q, known.q, torch.int32))
+    for x, y, wide in pairs:
+        apart = (full(x).to(wide) - y.to(wide)).abs()
+        assert (apart > 0).float().mean() < 1e-2
+        assert wide != torch.int32 or apart.max() <= 1
+    assert mine_.q.placements == mine_.scale.placements == (Shard(0),)
+    torch.testing.assert_close(full(mine_.scale), known.scale, rtol=1e-5, atol=0.0)
+
+
+# By means before the direction, by whole matrices, and by sums over all parameters: options
+# and, if a step sends messages, how many: one for each round and kind.
+OWN: dict[Any, tuple[dict[str, Any], int | None]] = {
+    LARS: ({"trust": 0.1, "l2": 0.1}, 1),
+    MARS: ({}, None),
+    Kourkoutas: ({"eps": 1e-2}, 1),  # and numbers that last
+    NormedLAMB: ({"weight_decay": 0.1}, 2),  # and of the direction
+    Peak: ({}, 4),  # maxima before the direction and of it
+    Tangent: ({"weight_decay": 0.1}, 3),  # and of the finished delta
+    Sphere: ({}, None),  # of a map's
+    PSGD: ({}, None),
+    SGLD: ({}, None),
+    GaLore: ({"rank": 2, "gap": 2}, None),
+    APOLLO: ({"rank": 2, "gap": 2}, None),
+    Conda: ({"gap": 2}, None),  # which reads a moment
+    DAdaptation: ({"first": 0.1}, None),
+}
+MATRICES_ONLY = (PSGD, GaLore, Sphere, APOLLO, Conda)
+COMPILED = (LARS, NormedLAMB, Peak, Kourkoutas, Tangent, Sphere)
+
+
+@world(full=[2])
+def test_steps_of_users_rules_are_those_of_one_process() -> None:
+    """Eager, foreach and kernels, float64 and bfloat16, the class and the pure step."""
+    for cls, (hyper, messages) in OWN.items():
+        hows: list[Any] = [(torch.float64, 1e-11, EAGER)]
+        hows += [(torch.float32, 1e-5, EAGER)] * (cls is SGLD)
+        hows += [(torch.bfloat16, 2e-2, FOREACH)] * (cls in (LARS, Kourkoutas))
+        hows += [(torch.float32, 1e-4, {"compile": True})] * (cls in COMPILED)
+        shapes = [(7, 9), (5, 5), (3,)][: 2 if cls in MATRICES_ONLY else 3]
+        for dtype, tolerance, how in hows:
+            make, value = partial(cls, lr=0.1, **hyper, **how), cls.pure(lr=0.1, **hyper)
+            steps = Steps(make, shapes, dtype, 4, value=value)
+            look = masters if dtype == torch.bfloat16 else both
+            for way in ways("rows", "columns"):
+                end = as_one_process(steps, way.place, look, tolerance, (cls, dtype, how))
+                for p in end.params:
+                    p.grad = torch.ones_like(p)
+                with counted() as sent:
+                    end.optimizer.step()
+                assert messages in (None, len(sent)), (cls, how, way.name, len(sent))
 
 
 @world(2)
@@ -258,47 +425,30 @@ def test_a_shard_that_is_put_elsewhere_between_steps_is_followed() -> None:
 @world(2, full=[4])
 def test_prodigys_sums_of_all_groups_are_one_message() -> None:
     """Prodigy's two sums of all groups are one message a step, also under release."""
-    sent: list[int] = []
-    reduce = dist.all_reduce
 
-    def counted(x: Tensor, *given: Any, **how: Any) -> Any:
-        sent.append(x.numel())
-        return reduce(x, *given, **how)
-
-    def stepping(mesh: Any, release: bool, share: bool) -> tuple[Any, Any, Any]:
-        model = sharded(mesh)
+    def make(model: nn.Module, share: bool, gradient_release: bool = False) -> Any:
         named = list(model.named_parameters())
         groups = [{"params": named[:2]}, {"params": named[2:]}]
-        options = {"share_d": share, "gradient_release": release, **EAGER}
-        optimizer = optimi_func.Prodigy(groups, **options)
-        return model, optimizer, release and prepare_for_gradient_release(model, optimizer)
+        how = {"share_d": share, "gradient_release": gradient_release, **EAGER}
+        return optimi_func.Prodigy(groups, **how)
 
-    four = dist.get_world_size() == 4
-    meshes = [flat_mesh(), *[hybrid_mesh() for _ in range(four)]]
+    def ds(end: Trained) -> Tensors:
+        return {
+            f"d {i}": torch.tensor(x["d"]) for i, x in enumerate(end.optimizer.param_groups)
+        }
+
+    meshes = [flat_mesh(), *[hybrid_mesh() for _ in range(dist.get_world_size() == 4)]]
     for mesh, share in itertools.product(meshes, (False, True)):
-        model = plain()
-        named = list(model.named_parameters())
-        groups = [{"params": named[:2]}, {"params": named[2:]}]
-        other = optimi_func.Prodigy(groups, share_d=share, **EAGER)
-        train(model, other, range(8), batch)
-        runs = [stepping(mesh, release, share) for release in (False, True)]
-        for ours, optimizer, _ in runs:
-            for i in range(8):
-                sent.clear()
-                dist.all_reduce = counted
-                try:
-                    train(ours, optimizer, range(i, i + 1), mine)
-                finally:
-                    dist.all_reduce = reduce
-                messages = [n for n in sent if n in (2, 4)]
-                assert messages == [2 if share else 4], sent
-            for mine_, theirs in zip(optimizer.param_groups, other.param_groups):
-                error = abs(mine_["d"] / theirs["d"] - 1.0)
-                assert error < 1e-3 and theirs["d"] > 1e-6, (mine_["d"], theirs["d"])
-        (one, first, _), (two, second, handle) = runs
-        for p, q in zip(one.parameters(), two.parameters()):
-            assert torch.equal(p.to_local(), q.to_local())
-        ds = [[group["d"] for group in x.param_groups] for x in (first, second)]
-        assert ds[0] == ds[1]
-        assert all(x == ds for x in gathered(ds))
-        handle.remove()
+        made, ends = Training(plain, partial(make, share=share), steps=8), list[Trained]()
+        assert min(ds(made.alone).values()) > 1e-6
+        for training in (made, replace(made, release={})):
+            with counted() as sent:
+                ends.append(training.run(fully_sharded(mesh)))
+            messages = [x.numel() for x in sent if x.numel() in (2, 4)]
+            assert messages == [2 if share else 4] * 8, sent
+            assert_alike(ds(ends[-1]), ds(made.alone), tolerance=1e-3)
+        for look in (ds, parameters):
+            pairs = zip(*[map(local_of, look(end).values()) for end in ends])
+            assert all(torch.equal(x, y) for x, y in pairs)
+        found = list(map(float, ds(ends[0]).values()))
+        assert all(x == found for x in gathered(found))

@@ -1,7 +1,8 @@
 """Maps of whole tensors that processes divide: one owner each, the same bits, on gloo."""
 
 import copy
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
@@ -12,20 +13,19 @@ import torch
 import torch.distributed as dist
 from mapped import Mapped, mapped
 from measured import allocated_by
+from one_process import Steps, Way, as_one_process, plane, states, ways
 from shards import (
     EAGER,
     assert_close,
     by_rows,
     flat_mesh,
-    full,
     loss_of,
     placed,
     snapshot,
 )
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.flop_counter import FlopCounterMode
 from worlds import gathered, raises, world
@@ -50,15 +50,13 @@ TRANSFORMER: Shapes = [(96, 32), (32, 32), (128, 32), (32, 128)] * 4
 ODD: Shapes = [(7, 5), (3, 6, 4), (8, 2, 3, 3), (5, 9)]
 
 
-class Sent:
-    """Messages and the elements that this process gets from others."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.elements = self.all = 0  # `all` are messages of any kind
+class Seen:
+    """The flops and messages of the last step, and the elements it got from others."""
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
+    def step(self) -> Iterator[None]:
+        self.names: list[str] = []
+        self.elements = 0
         kept = {name: getattr(dist, name) for name in ("all_to_all_single", "all_gather")}
 
         def message(name: str, out: Any, given: Tensor, *args: Any, **how: Any) -> Any:
@@ -70,37 +68,35 @@ class Sent:
         for name in kept:
             setattr(dist, name, partial(message, name))
         try:
-            with CommDebugMode() as messages:
+            with CommDebugMode() as messages, FlopCounterMode(display=False) as flops:
                 yield
-            self.all += messages.get_total_counts()
+            # Those of any kind.
+            self.messages, self.flops = messages.get_total_counts(), flops.get_total_flops()
         finally:
             for name, function in kept.items():
                 setattr(dist, name, function)
 
 
-def stepped(shapes: Shapes, place: Callable[[Tensor], Any], **options: Any) -> Any:
-    """Return parameters after two steps, and the flops and messages of the second."""
-    torch.manual_seed(3)
-    params = [nn.Parameter(place(torch.randn(shape))) for shape in shapes]
-    optimizer = Muon(params, lr=0.02, **options, **EAGER)
-    sent, flops = Sent(), FlopCounterMode(display=False)
-    for i in range(2):
-        for p, shape in zip(params, shapes):
-            p.grad = place(torch.randn(shape))
-        if i == 0:
-            optimizer.step()
-            continue
-        with flops, sent.counted():
-            optimizer.step()
-    found = [full(p).clone() for p in params]
-    most = allocated_by(optimizer.step, tries=4)
-    return found, flops.get_total_flops(), sent, most
+@cache
+def muons(*shapes: Any) -> Steps:
+    return Steps(partial(Muon, lr=0.02, **EAGER), shapes, count=2)
 
 
 @cache
-def plane() -> Any:
-    """Return one mesh, because DTensor's caches mix up equal ones and their groups."""
-    return init_device_mesh("cpu", (2, 2))
+def alone(*shapes: Any) -> tuple[Seen, int]:
+    """Return what one process does, and the most bytes that it allocates at once."""
+    seen = Seen()
+    end = muons(*shapes).run(lambda x: x, seen.step)
+    assert not seen.names
+    return seen, allocated_by(end.optimizer.step, tries=4)
+
+
+def divided(shapes: Shapes, way: Way) -> tuple[Seen, int]:
+    """Return what this process does of a step, which is that of one process."""
+    seen = Seen()
+    steps, how = muons(*shapes), {"around": seen.step, **way.options}
+    end = as_one_process(steps, way.place, about=way.name, **how)
+    return seen, allocated_by(end.optimizer.step, tries=4)
 
 
 class Normed(Optimizer):
@@ -130,182 +126,125 @@ def test_fields_of_a_map_and_the_parameters_that_it_reads_travel_too() -> None:
     and where every process maps all.
     """
     n = dist.get_world_size()
-    flat = init_device_mesh("cpu", (n,))
-    ways: list[Any] = [
-        (placed(flat, Shard(0)), {}, ["all_to_all_single"] * 2),
-        (placed(flat, Shard(1)), {}, ["all_to_all_single"] * 2),
-        (placed(flat, Replicate()), {}, ["all_gather"]),
-        (lambda x: x, {"process_group": dist.group.WORLD}, ["all_gather"]),
-    ]
-    dtypes = torch.float32, torch.bfloat16
-    if n == 4:  # what two have not shown
-        ways, dtypes = ways[:1], dtypes[:1]
-        ways.append((placed(plane(), Replicate(), Shard(0)), {}, ["all_to_all_single"] * 2))
-        ways.append((placed(plane(), Shard(0), Shard(1)), {}, []))
+    there_and_back = ["all_to_all_single"] * 2
+    messages = {name: there_and_back for name in ("rows", "columns", "copies of rows")}
+    messages |= {"copies": ["all_gather"], "plain copies": ["all_gather"]}
+    messages["rows and columns"] = []
+    # What two have not shown.
+    names = ("rows", "copies of rows", "rows and columns") if n == 4 else messages
+    dtypes = (torch.float32,) if n == 4 else (torch.float32, torch.bfloat16)
     shapes = [*ODD, (0, 3), (9, 1)]
+    even: Shapes = [(8, 5), (3, 6, 4), (8, 2, 3, 3), (2, 0)]
     factored = {"scale_parameter": True, "beta1": 0.9, "flatten": True}
+    split = {"split": 2, "hyperball": True, "weight_decay": 0.0}
     rules: list[Any] = [
         (Mapped, mapped, {}, shapes),
         (Adafactor, adafactor, factored, shapes),
         (Normed, Normed.pure, {}, shapes),
-        (NorMuon, normuon, {"split": 2}, even := [(8, 5), (3, 6, 4), (8, 2, 3, 3), (2, 0)]),
+        (NorMuon, normuon, {"split": 2}, even),
         (Muon, muon, {"element_beta": 0.9, "adjust_lr_fn": "nuclear"}, even),
         (NorMuon, normuon, {"split": {"columns": 2}, "transposed": True}, even),
-        (Muon, muon, {"split": 2, "hyperball": True, "weight_decay": 0.0}, even),
+        (Muon, muon, split, even),
     ]
-
-    def train(rule: Any, place: Any, dtype: torch.dtype, **how: Any) -> Any:
-        cls, factory, own, shapes = rule
-        own = {"lr": 0.1, "weight_decay": 0.01, **own}
-        how |= {**own, **EAGER}
-        value, sent = factory(**own), Sent()
-        torch.manual_seed(3)
-        params = [nn.Parameter(place(torch.randn(s).to(dtype))) for s in shapes]
-        tree = [p.detach().clone() for p in params]
-        state, optimizer = value.init(tree), cls(params, **how)
-        for i in range(4):
-            if i == 2:
-                saved = copy.deepcopy(optimizer.state_dict())
-                optimizer = cls(params, **how)
-                optimizer.load_state_dict(saved)
-            grads = [place(torch.randn(s).to(dtype)) for s in shapes]
-            for p, g in zip(params, grads):
-                p.grad = g
-            with sent.counted():
-                optimizer.step()
-            tree, state = value.step(tree, grads, state)
-        names = value.rule.state._fields
-        leaves = [getattr(s, name) for s in state.leaves for name in names]
-        kept = [optimizer.state[p][name] for p in params for name in names]
-        found = [list(map(full, xs)) for xs in (params, kept, tree, leaves)]
-        return kept, found, sent.names
-
-    for rule, dtype in product(rules, dtypes):
-        _, alone, _ = train(rule, lambda x: x, dtype)
-        for place, options, messages in ways:
-            kept, found, names = train(rule, place, dtype, **options)
-            if "hyperball" in rule[2]:  # whose stack a second dimension divides
-                messages = messages or ["all_to_all_single"] * 2
-            for some, want in zip(found, alone):
-                assert all(map(torch.equal, some, want)), (rule[0], messages, dtype)
+    for (cls, factory, own, some), dtype in product(rules, dtypes):
+        own, seen = {"lr": 0.1, "weight_decay": 0.01, **own}, Seen()
+        make, value = partial(cls, **own, **EAGER), factory(**own)
+        steps = Steps(make, some, dtype, 4, value=value, reloads=True)
+        for way in ways(*names):
+            about, how = (cls, way.name, dtype), {"around": seen.step, **way.options}
+            end = as_one_process(steps, way.place, about=about, **how)
+            wanted = messages[way.name]
+            if "hyperball" in own:  # whose stack a second dimension divides
+                wanted = wanted or there_and_back
             # The first tells that all have the same to do.
-            assert names == (["all_gather"] * bool(messages) + messages) * 4, names
-            sides = [x for x in kept if isinstance(x, DTensor) and x.shape == (3, 2)]
-            cut = [x.placements[-1] for x in sides if x.placements[-1].is_shard()]
-            assert all(x.dim == 0 for x in cut)
+            assert seen.names == ["all_gather"] * bool(wanted) + wanted, about
+            sides = [x for x in states(end).values() if x.shape == (3, 2)]
+            for x in sides if way.name not in ("copies", "plain copies") else []:
+                assert x.placements[-1] == Shard(0), about
     # Vectors and scalars, which only their first dimension or nothing cuts.
-    found: list[Any] = []
-    for place in (lambda x: x, placed(flat, Shard(0))):
-        torch.manual_seed(5)
-        scalar = torch.randn(())
-        params = [
-            nn.Parameter(place(torch.randn(7))),
-            nn.Parameter(placed(flat, Replicate())(scalar)),
-        ]
-        optimizer = Adafactor(params, lr=0.1, **EAGER)
-        for _ in range(3):
-            params[0].grad = place(torch.randn(7))
-            params[1].grad = placed(flat, Replicate())(torch.randn(()))
-            optimizer.step()
-        kept = [optimizer.state[p]["variance"] for p in params]
-        found.append([full(x) for x in (*params, *kept)])
-    assert all(map(torch.equal, *found))
+    (rows,) = ways("rows")
+
+    def place(x: Tensor) -> Any:
+        return rows.place(x) if x.dim() else placed(flat_mesh(), Replicate())(x)
+
+    as_one_process(Steps(partial(Adafactor, lr=0.1, **EAGER), [(7,), ()]), place)
 
 
 @world(full=[2, 4])
 def test_each_matrix_has_one_owner_and_the_step_is_that_of_one_process() -> None:
     """The work of a process, its messages and bytes; the step is that of one process."""
     n = dist.get_world_size()
-    flat = init_device_mesh("cpu", (n,))
     # Each shard goes to its owner and comes back; each result goes to every copy.
     shards = ["all_to_all_single"] * 2, 1 / n, 2 * (n - 1) / n**2
     copies = ["all_gather"], 1 / n, (n - 1) / n
-    ways: list[Any] = [
-        ("rows", placed(flat, Shard(0)), {}, *shards),
-        ("columns", placed(flat, Shard(1)), {}, *shards),
-        ("copies", placed(flat, Replicate()), {}, *copies),
-        ("plain", lambda x: x, {"process_group": dist.group.WORLD}, *copies),
-    ]
+    known: dict[str, Any] = {"rows": shards, "columns": shards}
+    known |= {"copies": copies, "plain copies": copies}
+    known["copies of rows"] = shards[0], 1 / 2, 1 / 2
     if n == 4:
-        half = shards[0], 1 / 2, 1 / 2
-        ways.append(("copies of shards", placed(plane(), Replicate(), Shard(0)), {}, *half))
         # Two dimensions cut: every process gathers and maps all.
-        few = [(7, 5), (8, 2, 3, 3)]
-        alone, whole, *_ = stepped(few, lambda x: x)
-        found, flops, sent, _ = stepped(few, placed(plane(), Shard(0), Shard(1)))
-        assert all(map(torch.equal, found, alone))
-        assert (flops, sent.names) == (whole, [])
+        few, (way,) = [(7, 5), (8, 2, 3, 3)], ways("rows and columns")
+        seen, _ = divided(few, way)
+        assert (seen.flops, seen.names) == (alone(*few)[0].flops, [])
     for shapes in (TRANSFORMER + ODD, ODD):
-        alone, whole, sent, _ = stepped(shapes, lambda x: x)
-        assert not sent.names
-        elements = sum(x.numel() for x in alone)
-        for name, place, options, names, work, received in ways:
-            found, flops, sent, _ = stepped(shapes, place, **options)
-            assert all(map(torch.equal, found, alone)), name
+        whole, elements = alone(*shapes)[0].flops, sum(map(math.prod, shapes))
+        for way in ways(*known):
+            (seen, _), (names, work, received) = divided(shapes, way), known[way.name]
             # First, in a few bytes, that all have the same to do.
-            assert sent.names == ["all_gather"] * bool(names) + names, (name, sent.names)
-            every = gathered((flops, sent.elements))
-            assert sum(x for x, _ in every) == n * work * whole, name
+            assert seen.names == ["all_gather", *names], (way.name, seen.names)
+            every = gathered((seen.flops, seen.elements))
+            assert sum(x for x, _ in every) == n * work * whole, way.name
             for flops, count in every if shapes is not ODD else []:
-                assert abs(flops / whole - work) < 2e-3, (name, flops / whole)
-                assert abs(count / elements - received) < 0.02, (name, count / elements)
+                assert abs(flops / whole - work) < 2e-3, (way.name, flops / whole)
+                assert abs(count / elements - received) < 0.02, (way.name, count / elements)
 
 
 @world(full=[2, 4])
 def test_fewer_matrices_than_processes_and_one_that_is_larger_than_all() -> None:
     n = dist.get_world_size()
-    for place, options in (
-        (by_rows(), {}),
-        (lambda x: x, {"process_group": dist.group.WORLD}),
-    ):
-        for shapes in ([(64, 64), *[(8, 8)] * 6], [(5, 7)], [(0, 3), (4, 4)]):
-            alone, *_ = stepped(shapes, lambda x: x)
-            found, flops, *_ = stepped(shapes, place, **options)
-            assert all(map(torch.equal, found, alone))
-            _, largest, *_ = stepped(shapes[:1], lambda x: x)
-            every = sorted(gathered(flops))
-            if len(shapes) == 7:  # its owner has nothing else
-                assert every[-1] == largest
-            if len(shapes) == 1:
-                assert every == [0] * (n - 1) + [largest]
+    some: list[Shapes] = [[(64, 64), *[(8, 8)] * 6], [(5, 7)], [(0, 3), (4, 4)]]
+    for way, shapes in product(ways("rows", "plain copies"), some):
+        every = sorted(gathered(divided(shapes, way)[0].flops))
+        largest = alone(shapes[0])[0].flops
+        if len(shapes) == 7:  # its owner has nothing else
+            assert every[-1] == largest
+        if len(shapes) == 1:
+            assert every == [0] * (n - 1) + [largest]
 
 
 @world(full=[2, 4])
 def test_experts_are_mapped_where_they_lie_or_divided_by_expert() -> None:
     """Messages, flops and bytes of each process; 5 experts leave one of 4 without any."""
-    n, flat = dist.get_world_size(), flat_mesh()
-    group = {"process_group": dist.group.WORLD}
+    n = dist.get_world_size()
     copies, shards = ["all_gather"] * 2, ["all_gather", *["all_to_all_single"] * 2]
+    deep = [Way("deep", placed(flat_mesh(), Shard(2)))]
+    if n == 4:
+        deep.append(Way("deep and rows", placed(plane(), Shard(2), Shard(0))))
     for count, cut in ((8, None), (5, [3, 2] if n == 2 else [2, 2, 1, 0])):
         parts = [count * (i + 1) // n - count * i // n for i in range(n)]
-        ways: list[Any] = [
-            (placed(flat, Shard(0)), {}, [], cut or parts),
-            (placed(flat, Replicate()), {}, copies, parts),
-            (lambda x: x, group, copies, parts),
-            (placed(flat, Shard(2)), {}, shards, parts),
-        ]
-        if n == 4:
-            half = [count // 2, count - count // 2] * 2
-            ways += [(placed(plane(), Replicate(), Shard(0)), {}, [], half)]
-            quarters = [2, 2, 2, 2] if cut is None else [2, 1, 1, 1]
-            ways += [(placed(plane(), Shard(0), Shard(0)), {}, [], quarters)]
-            ways += [(placed(plane(), Shard(0), Shard(1)), {}, shards, quarters)]
-            ways += [(placed(plane(), Shard(2), Shard(0)), {}, shards, quarters)]
-        alone, whole, _, most = stepped([(count, 128, 64)], lambda x: x)
-        for i, (place, options, messages, experts) in enumerate(ways):
-            found, flops, sent, held = stepped([(count, 128, 64)], place, **options)
-            assert all(map(torch.equal, found, alone)), i
-            assert sent.names == messages and (messages or not sent.all), (i, sent.names)
-            every = sorted(gathered(flops))
-            assert every == [whole * k // count for k in sorted(experts)], (i, every)
+        quarters = [2, 2, 2, 2] if cut is None else [2, 1, 1, 1]
+        known: dict[str, Any] = {
+            "rows": ([], cut or parts),
+            "copies": (copies, parts),
+            "plain copies": (copies, parts),
+            "deep": (shards, parts),
+            "copies of rows": ([], [count // 2, count - count // 2] * 2),
+            "rows of rows": ([], quarters),
+            "rows and columns": (shards, quarters),
+            "deep and rows": (shards, quarters),
+        }
+        (whole, most), shape = alone((count, 128, 64)), (count, 128, 64)
+        for way in [x for x in (*ways(), *deep) if x.name in known]:
+            (seen, held), (messages, experts) = divided([shape], way), known[way.name]
+            about = way.name, seen.names, seen.messages
+            assert seen.names == messages and (messages or not seen.messages), about
+            every = sorted(gathered(seen.flops))
+            assert every == [whole.flops * k // count for k in sorted(experts)], about
             # Copies have a whole direction, and gather results.
             share = max(experts) / count if not messages else 0.8
-            assert held <= share * most + 2048, (i, held, most)
+            assert held <= share * most + 2048, (about, held, most)
     # A process that has nothing else takes parts of two lengths of one bank.
-    for place, options, *_ in ways[1:3]:
-        alone, *_ = stepped(shapes := [(96, 96), (5, 8, 8)], lambda x: x)
-        found, *_ = stepped(shapes, place, **options)
-        assert all(map(torch.equal, found, alone))
+    for way in ways("copies", "plain copies"):
+        divided([(96, 96), (5, 8, 8)], way)
 
 
 class Experts(nn.Module):
@@ -470,16 +409,15 @@ def test_weights_or_hyperparameters_that_differ_are_named_before_any_write() -> 
     for p in equal.parameters():
         dist.broadcast(p.data, 0)
     for model in (own, equal):
-        optimizer = MuonAdamW(model, lr=0.1, process_group=group, **EAGER)
+        optimizer, seen = MuonAdamW(model, lr=0.1, process_group=group, **EAGER), Seen()
         kept = copy.deepcopy(model.state_dict())
 
-        def step(model: Any = model, optimizer: Any = optimizer) -> list[str]:
+        def step(model: Any = model, optimizer: Any = optimizer, seen: Any = seen) -> Any:
             for p in model.parameters():
                 p.grad = torch.ones_like(p)
-            sent = Sent()
-            with sent.counted():
+            with seen.step():
                 optimizer.step()
-            return sent.names
+            return seen.names
 
         if model is own:
             with raises(ValueError, "hashes of parameters, which process_group= says are"):

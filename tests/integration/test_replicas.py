@@ -10,14 +10,27 @@ import ctypes
 import gc
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from one_process import (
+    Tensors,
+    Trained,
+    Training,
+    as_one_process,
+    assert_alike,
+    by_ddp,
+    kept,
+    of,
+    parameters,
+    replicated,
+)
 from replicas import (
     CAP,
     STEPS,
@@ -26,88 +39,87 @@ from replicas import (
     assert_equal,
     assert_same_everywhere,
     batch,
-    counted,
     loss_of,
     net,
     prepare,
+    whole_batch,
 )
 from shards import EAGER
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from worlds import in_turn, raises, world
+from worlds import counted, in_turn, raises, world
 
 import optimi_func
 from optimi_func import (
     AdamW,
-    GradientRelease,
     Lion,
     Muon,
     MuonAdamW,
     ScheduleFreeAdamW,
-    prepare_for_gradient_release,
 )
 
 Skips = Callable[[int], int]
 
 
-def by_ddp(
-    model: Net,
-    optimizer_of: Callable[[Any, bool], Any] = adamw,
-    micro: int = 1,
-    clip: float | None = None,
-    skips: Skips = lambda i: -1,
-) -> tuple[Net, Any]:
-    """DistributedDataParallel and step()."""
-    unused = {"find_unused_parameters": model.kind == "unused"}
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=CAP, **unused)
-    optimizer = optimizer_of(model, False)
-    for i in range(STEPS):
-        for k in range(micro):
-            model.skipped = skips(micro * i + k)
-            last = k == micro - 1
-            with contextlib.nullcontext() if last else wrapped.no_sync():
-                (loss_of(wrapped, batch(micro * i + k)) / micro).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
+def training(
+    kind: str = "plain", skips: Skips = lambda i: -1, low: Any = None, **how: Any
+) -> Training:
+    """Return steps of a model of which parts may be skipped in some batches."""
+
+    def model() -> Net:
+        return net(kind) if low is None else net(kind).to(low)
+
+    def before(model: Net, i: int) -> None:
+        model.skipped = skips(i)
+
+    how = {"optimizer": adamw, "steps": STEPS, **how}
+    return Training(model, batch=whole_batch, loss=loss_of, before=before, **how)
 
 
-def by_release(
-    model: Net,
-    optimizer_of: Callable[[Any, bool], Any] = adamw,
-    micro: int = 1,
-    sync: bool = True,
-    skips: Skips = lambda i: -1,
-    **options: Any,
-) -> tuple[Net, Any, GradientRelease]:
-    """The same steps during backward; without `sync`, in no_sync() but the last one."""
-    optimizer = optimizer_of(model, True)
-    handle = prepare(model, optimizer, **options)
-    for i in range(STEPS):
-        for k in range(micro):
-            model.skipped = skips(micro * i + k)
-            own = not sync and k < micro - 1
-            with handle.no_sync() if own else contextlib.nullcontext():
-                handle.backward(lambda j=micro * i + k: loss_of(model, batch(j)) / micro)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer, handle
+def weights(end: Trained) -> Tensors:
+    return end.model.state_dict()
+
+
+def as_ddp(
+    made: Training, ways: Sequence[dict[str, Any]] = ({},), tolerance: float = 0.0
+) -> list[Trained]:
+    """Compare release on replicas with DistributedDataParallel and step().
+
+    Args:
+        made: What is trained by both.
+        ways: Options of release, of which "sync" is `Training.sync`.
+        tolerance: Of movements. Four processes are never compared bit for bit.
+    """
+    if dist.get_world_size() > 2:
+        tolerance = max(tolerance, 1e-4)
+    unused = {"find_unused_parameters": hasattr(made.model(), "never")}
+    than, ends = made.run(by_ddp(bucket_cap_mb=CAP, **unused)), list[Trained]()
+    for way in ways:
+        release = {k: x for k, x in way.items() if k != "sync"}
+        ours = replace(made, release=release, clip=None, sync=way.get("sync", True))
+        among, look = replicated(bucket_cap_mb=CAP), weights if tolerance else all_of
+        ends.append(as_one_process(ours, among, look, tolerance, way, than))
+        assert_same_everywhere(nn.ParameterList(ends[-1].model.parameters()))
+    return ends
+
+
+def all_of(end: Trained) -> Tensors:
+    return {**weights(end), **kept(parameters(end), end.optimizer)}
+
+
+def as_whole_batches(made: Training, tolerance: float) -> Trained:
+    """Compare release on replicas with release in one process."""
+    among = replicated(bucket_cap_mb=CAP)
+    return as_one_process(made, among, tolerance=tolerance, about=made.release)
 
 
 @world(2, full=[4])
 def test_plain_steps_a_pure_optimizer_and_what_is_sent() -> None:
-    theirs, other = by_ddp(net())
-    with counted() as sizes:
-        ours, optimizer, _ = by_release(net())
-    assert_equal(ours, theirs)
-    assert_same_everywhere(ours)
-    for p, q in zip(ours.parameters(), theirs.parameters()):
-        for name, x in optimizer.state[p].items():
-            assert dist.get_world_size() > 2 or torch.equal(x, other.state[q][name])
+    with counted() as sent:
+        (end,) = as_ddp(training())
+    ours, sizes = end.model, [x.nbytes for x in sent]
     gradients = sum(p.nbytes for p in ours.parameters())
     least = gradients / (CAP * 2**20)
     assert least <= len(sizes) / STEPS <= 2 * least + 2
@@ -116,7 +128,8 @@ def test_plain_steps_a_pure_optimizer_and_what_is_sent() -> None:
     handle = prepare(pure, optimi_func.adamw(lr=1e-2, weight_decay=0.1))
     for i in range(STEPS):
         loss_of(pure, batch(i)).backward()
-    assert_equal(pure, theirs, 1e-4)
+    moved = {k: p.detach() for k, p in pure.named_parameters()}
+    assert_alike(moved, parameters(end), training().starts, 1e-4)
     assert handle.state.step == STEPS
 
 
@@ -127,21 +140,19 @@ def test_accumulation_by_steps_step_and_no_sync() -> None:
     def skips(i: int) -> int:
         return 1 if i % 3 == 2 else -1
 
-    theirs, _ = by_ddp(net("unused"), micro=3, skips=skips)
     how: list[dict[str, Any]] = [
         {"accumulation": "buffer", "accumulation_steps": 3},
         {"accumulation": "buffer"},
         {"sync": False},
         {"accumulation": "buffer", "accumulation_steps": 1, "sync": False},
     ]
-    counts: list[int] = []
-    for options in how:
-        with counted() as sizes:
-            ours, _, handle = by_release(net("unused"), micro=3, skips=skips, **options)
-        assert_equal(ours, theirs)
-        assert not handle.accumulating
-        counts.append(len(sizes))
-    assert len(set(counts)) == 1
+    made, counts = training("unused", skips, micro=3), set[int]()
+    for way in how:
+        with counted() as sent:
+            (end,) = as_ddp(made, [way])
+        counts.add(len(sent))
+        assert not end.handle.accumulating
+    assert len(counts) == 1
     # A cycle of no_sync() goes on in another run, from what each process kept.
     model, twin = net(), net()
     ends: list[Net] = []
@@ -170,35 +181,20 @@ def test_accumulation_by_steps_step_and_no_sync() -> None:
 @world(full=[2, 4])
 def test_accumulation_in_the_state_is_that_of_whole_batches() -> None:
     """accumulation="states" takes averages, as one process does of whole batches."""
-    size = dist.get_world_size()
     options: dict[str, Any] = {"accumulation": "states", "accumulation_steps": 2}
-
-    def skips(i: int) -> int:
-        return 1 if i % 2 else -1
-
-    ours, optimizer, _ = by_release(net(), micro=2, skips=skips, **options)
-    single = net()
-    other = adamw(single, True)
-    handle = prepare_for_gradient_release(single, other, **options)
-    for i in range(2 * STEPS):
-        single.skipped = skips(i)
-        x = torch.cat([batch(i, rank) for rank in range(size)])
-        (loss_of(single, x) / 2).backward()
-        if i % 2:
-            other.step()
-    assert_equal(ours, single, 1e-3)
-    for p, q in zip(ours.parameters(), single.parameters()):
-        assert optimizer.state[p]["step"] == other.state[q]["step"]
+    made = training(skips=lambda i: 1 if i % 2 else -1, micro=2, release=options)
+    end = as_whole_batches(made, 1e-4)
+    steps = [x["step"] for x in end.optimizer.state.values()]
+    assert steps == [x["step"] for x in made.alone.optimizer.state.values()]
     # Ended by step(): nobody has a gradient then, so nothing is sent.
-    handle.remove()
     model = net()
     optimizer = adamw(model, True)
     handle = prepare(model, optimizer, accumulation="states")
     loss_of(model, batch(0)).backward()
     before = copy.deepcopy(model)
-    with counted() as sizes:
+    with counted() as sent:
         optimizer.step()
-    assert not sizes and not handle.accumulating
+    assert not sent and not handle.accumulating
     assert not torch.equal(before.last.weight, model.last.weight)
     assert_same_everywhere(model)
     with raises(RuntimeError, "accumulation='states'"), handle.no_sync():
@@ -208,21 +204,17 @@ def test_accumulation_in_the_state_is_that_of_whole_batches() -> None:
 @world(full=[2])
 def test_checkpointed_tied_frozen_and_mixed_models_and_buffers() -> None:
     for kind in ("checkpointed", "reentrant", "tied", "frozen", "mixed", "buffers"):
-        theirs, _ = by_ddp(net(kind))
-        ours, _, handle = by_release(net(kind))
-        assert_equal(ours, theirs)
-        handle.remove()
-        assert not ours._forward_pre_hooks
-    theirs, _ = by_ddp(net("buffers"), micro=2)
-    ours, _, _ = by_release(net("buffers"), micro=2, sync=False)
-    assert_equal(ours, theirs)
-    ours, _, _ = by_release(net("buffers"), broadcast_buffers=False)
-    mean = ours.norm.running_mean
+        (end,) = as_ddp(training(kind))
+        assert not end.model._forward_pre_hooks
+    as_ddp(training("buffers", micro=2), [{"sync": False}])
+    among = replicated(bucket_cap_mb=CAP, broadcast_buffers=False)
+    mean = training("buffers", release={}).run(among).model.norm.running_mean
     told = mean.clone()
     dist.broadcast(told, 0)
     assert dist.get_rank() == 0 or not torch.equal(told, mean)
     # A second forward before the backward overwrites nothing that the first one saved.
-    ours, _, _ = by_release(net("buffers"))
+    ours = net("buffers")
+    prepare(ours, adamw(ours, True))
     (loss_of(ours, batch(0)) + loss_of(ours, batch(1))).backward()
     assert_same_everywhere(ours.first)
     # A copy of the model sends nothing.
@@ -237,61 +229,42 @@ def test_blocks_that_some_processes_do_without_in_some_steps() -> None:
         return (i + dist.get_rank()) % 2 if i % 3 else 2
 
     for micro in (1, 2):
-        theirs, other = by_ddp(net("unused"), micro=micro, skips=skips)
-        ours, optimizer, _ = by_release(net("unused"), micro=micro, sync=False, skips=skips)
-        assert_equal(ours, theirs)
-        counts = [
-            [int(o.state[p]["step"]) if p in o.state else None for p in model.parameters()]
-            for o, model in ((optimizer, ours), (other, theirs))
-        ]
-        assert counts[0] == counts[1]
-        assert None in counts[0] and (micro > 1 or len(set(counts[0])) > 2)
+        (end,) = as_ddp(training("unused", skips, micro=micro), [{"sync": False}])
+        state = end.optimizer.state
+        counts = {int(state[p]["step"]) if p in state else None for p in state}
+        assert all(p not in state for p in end.model.never.parameters())
+        assert micro > 1 or len(counts) > 1
 
 
 @world(full=[2, 4])
 def test_other_rules_storages_and_dtypes() -> None:
 
-    def of(cls: Any, **more: Any) -> Callable[[Any, bool], Any]:
-        def make(model: Any, release: bool) -> Any:
-            taken = model if cls is MuonAdamW else model.named_parameters()
-            return cls(taken, lr=1e-2, gradient_release=release, **{**EAGER, **more})
-
-        return make
-
     low = torch.bfloat16
-    for make, dtype in (
-        (of(ScheduleFreeAdamW), torch.float32),
-        (of(MuonAdamW), torch.float32),
-        (of(AdamW), low),
-        (of(AdamW, storage="compact"), low),
-        (of(AdamW, storage="exact"), low),
-        (of(AdamW, foreach=True, compile=None), torch.float32),
-    ):
-        theirs, other = by_ddp(net().to(dtype), make)
-        ours, optimizer, _ = by_release(net().to(dtype), make)
-        if dtype == torch.float32 or dist.get_world_size() == 2:
-            assert_equal(ours, theirs, 1e-4 * (optimizer.defaults.get("foreach") is True))
-        assert_same_everywhere(ours)
-        if hasattr(optimizer, "eval"):
-            optimizer.eval()
-            other.eval()
-            assert_equal(ours, theirs)
+    rows: list[Any] = [
+        (of(ScheduleFreeAdamW), None, 0.0),
+        (lambda model, **o: MuonAdamW(model, lr=1e-2, **EAGER, **o), None, 0.0),
+        (of(AdamW), low, 0.0),
+        (of(AdamW, storage="compact"), low, 0.0),
+        (of(AdamW, storage="exact"), low, 0.0),
+        (of(AdamW, foreach=True, compile=None), None, 1e-4),
+    ]
+    for optimizer, dtype, tolerance in rows:
+        made = training(low=dtype, optimizer=optimizer)
+        if dtype is None or dist.get_world_size() == 2:
+            (end,) = as_ddp(made, tolerance=tolerance)
+        else:
+            end = replace(made, release={}).run(replicated(bucket_cap_mb=CAP))
+            assert_same_everywhere(end.model)
 
 
 @world(full=[2])
 def test_kernels_take_views_of_the_buckets() -> None:
-
-    def make(model: Any, release: bool) -> Any:
-        return adamw(model, release, compile=None)
-
     with in_turn():
         warm = net()
-        optimizer = make(warm, False)
+        optimizer = adamw(warm, compile=None)
         loss_of(warm, batch(0)).backward()
         optimizer.step()
-    theirs, _ = by_ddp(net(), make)
-    ours, _, _ = by_release(net(), make)
-    assert_equal(ours, theirs)
+    as_ddp(training(optimizer=partial(adamw, compile=None)))
 
 
 @world(full=[2, 4])
@@ -301,36 +274,18 @@ def test_clipping_is_by_the_norm_of_the_averages() -> None:
     def skips(i: int) -> int:
         return 1 if i % 2 else (i // 2 + dist.get_rank()) % 3
 
-    for micro in (1, 2):
-        how: dict[str, Any] = {
-            "micro": micro,
-            "skips": skips if micro > 1 else lambda i: -1,
-        }
-        theirs, _ = by_ddp(net("unused"), clip=0.1, **how)
-        ways: list[dict[str, Any]] = [{"sync": False}]
-        if micro > 1:
-            ways.append({"accumulation": "buffer", "accumulation_steps": 2})
-            ways.append({"accumulation": "buffer"})
-        for way in ways:
-            clips: dict[str, Any] = {"clip_global_norm": 0.1, "grad_norm": True}
-            ours, _, handle = by_release(net("unused"), **how, **way, **clips)
-            assert_equal(ours, theirs, 1e-4)
-            assert_same_everywhere(ours)
-            norm = handle.grad_norm
-            assert norm is not None
-            told = norm.clone()
-            dist.broadcast(told, 0)
-            assert torch.equal(told, norm) and norm > 0.1
-    size = dist.get_world_size()
+    asked = {"clip_global_norm": 0.1, "grad_norm": True}
+    ways: list[dict[str, Any]] = [{"sync": False}]
+    ways.append({"accumulation": "buffer", "accumulation_steps": 2})
+    ways.append({"accumulation": "buffer"})
+    for made, some in (
+        (training("unused", clip=0.1), ways[:1]),
+        (training("unused", skips, clip=0.1, micro=2), ways),
+    ):
+        for end in as_ddp(made, [{**way, **asked} for way in some], 1e-4):
+            assert len(end.norms) == STEPS and min(end.norms) > 0.1
     for clips in ({"clip_param_norm": 0.01}, {"clip_value": 1e-3}):
-        ours, _, _ = by_release(net(), **clips)
-        single = net()
-        handle = prepare_for_gradient_release(single, adamw(single, True), **clips)
-        for i in range(STEPS):
-            x = torch.cat([batch(i, rank) for rank in range(size)])
-            loss_of(single, x).backward()
-        assert_equal(ours, single, 1e-2)
-        handle.remove()
+        as_whole_batches(training(release=clips), 1e-3)
 
 
 @world(2, full=[4])
@@ -350,23 +305,19 @@ def test_all_processes_skip_what_is_infinite_in_one() -> None:
 @world(full=[2])
 def test_averages_of_bfloat16_gradients_in_float32() -> None:
     """Averages in float32 of bfloat16 gradients: those of one process's float32 sums."""
-    size = dist.get_world_size()
-    single = net().bfloat16()
+    low, size, among = torch.bfloat16, dist.get_world_size(), replicated(bucket_cap_mb=CAP)
     how: dict[str, Any] = {"accumulation": "buffer", "accumulation_steps": size}
-    handle = prepare_for_gradient_release(single, adamw(single, True), **how)
-    for i in range(STEPS):
-        for rank in range(size):
-            (loss_of(single, batch(i, rank)) / size).backward()
-    handle.remove()
-    wide, _, _ = by_release(net().bfloat16(), reduce_dtype=torch.float32)
-    if size == 2:
-        assert_equal(wide, single)
-    narrow, _, _ = by_release(net().bfloat16())
-    assert not torch.equal(wide.first.weight, narrow.first.weight)
+    alone = training(low=low, release=how, micro=size)
+    single = replace(alone, batch=lambda i: batch(i // size, i % size)).alone
+    released = training(low=low, release={})
+    narrow = released.run(among)
+    among = replicated(bucket_cap_mb=CAP, reduce_dtype=torch.float32)
+    wide = as_one_process(released, among, than=single)
+    assert not torch.equal(wide.model.first.weight, narrow.model.first.weight)
     # Narrower than the parameters: their dtype comes back.
-    ours, optimizer, _ = by_release(net(), reduce_dtype=torch.bfloat16)
-    assert optimizer.state[ours.first.weight]["exp_avg"].dtype == torch.float32
-    assert_same_everywhere(ours)
+    end = training(release={}).run(replicated(bucket_cap_mb=CAP, reduce_dtype=low))
+    assert end.optimizer.state[end.model.first.weight]["exp_avg"].dtype == torch.float32
+    assert_same_everywhere(end.model)
 
 
 @world(full=[2])
@@ -497,15 +448,15 @@ def test_what_differs_by_process_is_named_at_once_or_later() -> None:
         handle = prepare(model, optimizer)
         for key, value in (("weight_decay", 0.3), ("betas", (0.8, 0.9))):
             optimizer.param_groups[0][key] = value  # in all
-            with counted() as sizes:
+            with counted() as sent:
                 loss_of(model, batch(0)).backward()
-            assert len(sizes) == len(handle._runner._buckets) > 1
+            assert len(sent) == len(handle._runner._buckets) > 1
         assert_same_everywhere(model)
         kept, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict()["state"])
         optimizer.param_groups[0]["lr"].mul_(1 + rank)
-        with raises(ValueError, lr.split("0.02")[0]), counted() as sizes:
+        with raises(ValueError, lr.split("0.02")[0]), counted() as sent:
             loss_of(model, batch(1)).backward()
-        assert len(sizes) <= len(handle._runner._buckets)
+        assert len(sent) <= len(handle._runner._buckets)
         assert all(
             torch.equal(x, kept.state_dict()[k]) for k, x in model.state_dict().items()
         )

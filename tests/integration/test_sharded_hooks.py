@@ -4,18 +4,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from one_process import Training, as_one_process, fully_sharded, of
 from shards import (
     EAGER,
-    assert_close,
     batch,
-    flat_mesh,
-    mine,
-    snapshot,
     train,
 )
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as sd
-from torch.distributed.fsdp import fully_shard
 from worlds import in_turn, world
 
 from optimi_func import AdamW, Muon
@@ -35,14 +31,12 @@ class sized(NamedTuple):
 class Net(nn.Module):
     """Sizes that 2 processes divide unevenly: 7 rows, a stack of 3 matrices, and 1 row."""
 
-    def __init__(self, mesh: Any = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.first, self.last = nn.Linear(5, 7), nn.Linear(4, 1)
         self.stack = nn.Parameter(torch.randn(3, 7, 4))
         self.double()
-        for part in () if mesh is None else (self.first, self.last, self):
-            fully_shard(part, mesh=mesh)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x).tanh()
@@ -59,30 +53,22 @@ CASES: list[tuple[Any, list[Any]]] = [
 ]
 
 
-def moved(mesh: Any, data: Any, cls: Any, hooks: Any, how: Any) -> list[Tensor]:
-    model = Net(mesh)
-    params = [p for p in model.parameters() if cls is AdamW or p.dim() > 1]
-    optimizer = cls(params, lr=0.05, weight_decay=0.0, hooks=hooks, **how)
-    train(model, optimizer, range(4), data)
-    return snapshot(model)
-
-
-def compare(how: Any, cases: Any) -> None:
-    mesh, start = flat_mesh(), snapshot(Net())
-    for cls, hooks in cases:
+def compare(**how: Any) -> None:
+    for cls, hooks in CASES:
+        training = Training(Net, of(cls, lr=0.05, weight_decay=0.0, hooks=hooks, **how))
         with in_turn():  # what it compiles, shards take
-            alone = moved(None, batch, cls, hooks, how)
-        assert_close(moved(mesh, mine, cls, hooks, how), alone, start, 1e-10)
+            assert training.alone
+        as_one_process(training, fully_sharded(), tolerance=1e-10, about=(cls, hooks))
 
 
 @world(2, full=[4])
 def test_shards_move_as_one_process() -> None:
-    compare(EAGER, CASES)
+    compare()
 
 
 @world(full=[2])
 def test_compiled_steps_of_shards() -> None:
-    compare({"compile": True}, CASES)
+    compare(compile=True)
 
 
 def pair(number: Any) -> tuple[Any, Any]:

@@ -4,14 +4,24 @@ import copy
 import gc
 import math
 import resource
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from measured import peak_bytes
+from one_process import (
+    Among,
+    Poison,
+    Training,
+    as_one_process,
+    by_ddp,
+    fully_sharded,
+    nth,
+    of,
+)
 from shards import (
     EAGER,
     assert_close,
@@ -23,11 +33,8 @@ from shards import (
     mine,
     placed,
     plain,
-    released,
     sharded,
-    share,
     snapshot,
-    train,
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,13 +45,14 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from worlds import raises, world
+from worlds import counted, raises, world
 
 import optimi_func
 from optimi_func import (
     ASGD,
     SGD,
     AdamW,
+    Muon,
     NAdam,
     Rprop,
     StableAdamW,
@@ -70,124 +78,66 @@ RELEASES: list[dict[str, Any]] = [
 ]
 
 
+RULES = [of(AdamW), of(StableAdamW, compile=None, foreach=True), of(Rprop), of(NAdam)]
+RULES.append(of(ASGD, compile=None, foreach=True, t0=1))
+CLIPPED = [Training(plain, rule, clip=0.5) for rule in RULES]
+# A rule that sends messages of its own in between, every second time.
+RELEASED = [
+    Training(plain, of(cls), micro=1 + ("accumulation" in options), release=options)
+    for options, cls in zip(RELEASES, cycle((AdamW, StableAdamW)))
+]
 # With every kind of message.
-FEW = RELEASES[-3:]
+FEW = RELEASED[-3:]
+OF_MAPS = {"clip_param_norm": 0.1, "accumulation": "buffer", "accumulation_steps": 2}
+MUONS = [
+    Training(plain, of(Muon), clip=0.5),
+    Training(plain, of(Muon), micro=2, release=OF_MAPS),
+]
 
 
-def compare_models(model: nn.Module, data: Callable[[int], Tensor]) -> None:
-    """As one process, whose gradients torch clips."""
-    begin = copy.deepcopy(model.state_dict())
-    ways: list[tuple[Any, dict[str, Any]]]
-    ways = [(AdamW, EAGER), (StableAdamW, {"foreach": True}), (Rprop, EAGER)]
-    ways += [(NAdam, EAGER), (ASGD, {"foreach": True, "t0": 1})]
-    for cls, way in ways:
-        model.load_state_dict(begin)
-        single = plain()
-        start = snapshot(single)
-        found: list[list[Tensor]] = []
-        for net, get in ((single, batch), (model, data)):
-            optimizer = cls(net.parameters(), lr=1e-2, **way)
-            found.append([])
-            clip = nn.utils.clip_grad_norm_ if net is single else clip_grad_norm_
-            for i in range(4):
-                loss_of(net, get(i)).backward()
-                found[-1].append(clip(net.parameters(), 0.5))
-                optimizer.step()
-                optimizer.zero_grad()
-        assert_close(found[1], found[0], [torch.zeros(())] * 4, 1e-9)
-        assert_close(snapshot(model), snapshot(single), start, 1e-9)
-    model.load_state_dict(begin)
-
-
-def compare_releases(
-    model: nn.Module, data: Callable[[int], Tensor], ways: list[dict[str, Any]]
-) -> None:
-    begin = copy.deepcopy(model.state_dict())
-    for i, options in enumerate(ways):
-        # A rule that sends messages of its own in between, every second time.
-        for cls in (AdamW, StableAdamW)[i % 2 :][:1]:
-            model.load_state_dict(begin)
-            single = plain()
-            start = snapshot(single)
-            expected = released(single, cls, options, batch)
-            norms = released(model, cls, options, data)
-            assert_close(snapshot(model), snapshot(single), start, 1e-9)
-            for a, b in zip(norms, expected):
-                assert (a is None) == (b is None)
-                assert a is None or abs(a - b) <= 1e-9 * b, (options, norms, expected)
-    model.load_state_dict(begin)
+def compare(among: Among, trainings: list[Training]) -> None:
+    for i, training in enumerate(trainings):
+        as_one_process(training, among, tolerance=1e-9, about=(i, training.release))
 
 
 @world(full=[2])
-def test_fully_shard_equals_one_process_that_clips() -> None:
-    compare_models(sharded(flat_mesh()), mine)
-
-
-@world(full=[2])
-def test_release_under_fully_shard_equals_one_process() -> None:
-    compare_releases(sharded(flat_mesh()), mine, RELEASES)
+def test_fully_shard_equals_one_process_with_and_without_release() -> None:
+    compare(fully_sharded(), CLIPPED + RELEASED + MUONS)
+    # Without the root, the last gradients come after the backward.
+    compare(fully_sharded(root=False), FEW)
 
 
 @world(2, soak=[4])
 def test_what_is_not_finite_in_one_process_is_skipped_in_all() -> None:
-    mesh, rank = flat_mesh(), dist.get_rank()
-    bad: list[bool] = [False]
+    name, bad = "second.weight", Poison("second.weight", 0, alone=True)
+    how: dict[str, Any] = {"steps": 3, "poison": bad}
+    skips = {"skip_nonfinite": True}
+    # With counts on the host and on the device.
+    for on_device in (False, True)[: 2 if dist.get_world_size() == 2 else 1]:
+        made = Training(plain, of(StableAdamW, capturable=on_device), **how)
+        there, than = replace(made, release=skips), made.alone
+        end = as_one_process(there, fully_sharded(), tolerance=1e-9, than=than)
+        assert end.handle.skipped == {name: 1}
+        assert end.optimizer.state[end.model.second.weight]["step"] == 2
+        assert end.optimizer.state[end.model.second.bias]["step"] == 3
+    # A tree has one step count, which goes on.
+    end = Training(plain, tree, release=skips, **how).run(fully_sharded())
+    assert end.handle.skipped == {name: 1}
+    assert all(x.isfinite().all() for x in snapshot(end.model))
 
-    def spoil(p: Any) -> None:
-        part = p.grad.to_local()
-        if bad[0] and rank == 0:
-            part.view(-1)[:1] = float("nan")
 
-    # With counts on the host, on the device, and a tree's.
-    for kind in ("host", "device", "tree") if dist.get_world_size() == 2 else ("host",):
-        functional = kind == "tree"
-        model = sharded(mesh)
-        model.second.weight.register_post_accumulate_grad_hook(spoil)
-        way = {"gradient_release": True, "capturable": kind == "device", **EAGER}
-        optimizer: Any = StableAdamW(model.parameters(), lr=1e-2, **way)
-        if functional:
-            optimizer = optimi_func.stableadamw(lr=1e-2)
-        handle = prepare_for_gradient_release(
-            model, optimizer, ignore_existing_hooks=True, skip_nonfinite=True
-        )
-        start = snapshot(model)
-        single = plain()
-        other = StableAdamW(single.parameters(), lr=1e-2, **EAGER)
-        for i in range(3):
-            bad[0] = i == 1
-            handle.backward(lambda i=i, model=model: loss_of(model, mine(i)))
-            loss_of(single, batch(i)).backward()
-            if bad[0]:
-                single.second.weight.grad = None
-                if functional:
-                    continue  # a tree has one step count, which goes on
-            other.step()
-            other.zero_grad()
-            if not functional:
-                assert_close(snapshot(model), snapshot(single), start, 1e-9)
-        assert handle.skipped == {"second.weight": 1}
-        assert all(x.isfinite().all() for x in snapshot(model))
-        if not functional:
-            assert optimizer.state[model.second.weight]["step"] == 2
-            assert optimizer.state[model.second.bias]["step"] == 3
-        handle.remove()
+def tree(model: nn.Module, gradient_release: bool) -> Any:
+    """Return a functional optimizer, which only gradient release can use."""
+    assert gradient_release
+    return optimi_func.stableadamw(lr=1e-2)
 
 
 @world(full=[2])
 def test_a_pure_optimizer_under_release() -> None:
-    model, single = sharded(flat_mesh()), plain()
-    start = snapshot(single)
-    for net, get in ((model, mine), (single, batch)):
-        optimizer = optimi_func.stableadamw(lr=1e-2)
-        with prepare_for_gradient_release(net, optimizer, accumulation="buffer") as handle:
-            for i in range(4):
-                loss_of(net, get(i)).backward()
-                if i % 2:
-                    handle.step()
-            assert handle.state.step == 2
-            moment = handle.state.leaves["first.weight"].exp_avg
-            assert isinstance(moment, DTensor) == (net is model)
-    assert_close(snapshot(model), snapshot(single), start, 1e-9)
+    training = Training(plain, tree, micro=2, release={"accumulation": "buffer"})
+    end = as_one_process(training, fully_sharded(), tolerance=1e-9)
+    assert end.handle.state.step == 4
+    assert isinstance(end.handle.state.leaves["first.weight"].exp_avg, DTensor)
 
 
 @world(full=[2])
@@ -229,13 +179,7 @@ def test_a_handle_is_saved_in_an_open_cycle_and_loaded() -> None:
 
 
 @world(full=[2])
-def test_modules_sharded_each_by_itself() -> None:
-    """Modules sharded each by itself: their last gradients come after the backward."""
-    model = plain()
-    for part in (model.first, model.second, model.last):
-        fully_shard(part, mesh=flat_mesh())
-    compare_releases(model, mine, FEW)
-    # fully_shard's own accumulation: one reduction, and one update.
+def test_accumulation_of_fully_shard_is_one_update() -> None:
     single, start = plain(), snapshot(plain())
     model = sharded(flat_mesh())
     way = {"lr": 1e-2, "gradient_release": True, **EAGER}
@@ -281,41 +225,34 @@ def test_the_peak_of_a_backward_and_a_step_is_a_share_of_the_gradients() -> None
 
 @world(full=[4])
 def test_replicated_and_sharded() -> None:
-    compare_models(sharded(hybrid_mesh()), mine)
-    compare_releases(sharded(hybrid_mesh()), mine, FEW)
-
-
-def messages_of(clip: Callable[[], Tensor]) -> tuple[Tensor, int]:
-    """What a clipping returns, and how many messages it sends."""
-    send, sent = dist.all_reduce, list[Tensor]()
-    dist.all_reduce = lambda x, *given, **how: (sent.append(x), send(x, *given, **how))[1]
-    try:
-        return clip(), len(sent)
-    finally:
-        dist.all_reduce = send
+    compare(fully_sharded(hybrid_mesh()), CLIPPED + FEW)
 
 
 @world(full=[2], soak=[4])
 def test_tensor_parallel_among_four_under_fully_shard() -> None:
     plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
-    size = dist.get_world_size()
-    alone = init_device_mesh("cpu", (size,))
-    if size < 4:
-        compare_models(parallelize_module(plain(), alone, plan), batch)
-        compare_releases(parallelize_module(plain(), alone, plan), batch, FEW)
+    if (size := dist.get_world_size()) < 4:
+        alone = init_device_mesh("cpu", (size,))
+        parallel = Among(
+            partial(parallelize_module, device_mesh=alone, parallelize_plan=plan)
+        )
+        compare(parallel, CLIPPED + FEW)
         return
+    compare(fully_sharded(), MUONS)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
-    model = parallelize_module(plain(), mesh["model"], plan)
-    for part in (model.first, model.second, model.last, model):
-        fully_shard(part, mesh=mesh["data"])
+    sharding = fully_sharded(mesh["data"])
 
-    def data(i: int) -> Tensor:
-        return share(i, mesh["data"].get_local_rank(), 2)
+    def divide(model: nn.Module) -> nn.Module:
+        return sharding.divide(parallelize_module(model, mesh["model"], plan))
 
-    compare_models(model, data)
-    compare_releases(model, data, FEW)
+    among = Among(divide, nth(mesh["data"].get_local_rank(), 2))
+    compare(among, CLIPPED + FEW + MUONS)
     # Of three sets of groups of processes.
-    assert messages_of(lambda: clip_grad_norm_(model.parameters(), 1.0))[1] == 2
+    end = FEW[0].run(among)
+    FEW[0].loss(end.model, among.share(batch(0))).backward()
+    with counted() as sent:
+        clip_grad_norm_(end.model.parameters(), 1.0)
+    assert len(sent) == 2
 
 
 @world(2, full=[4])
@@ -348,9 +285,10 @@ def test_stages_of_a_pipeline_are_clipped_by_one_norm() -> None:
                 p.grad = None  # in one process alone, which has to send all the same
         wanted = nn.utils.clip_grad_norm_(whole.parameters(), 0.3, order)
         how = {"groups": [mesh["pp"].get_group()]}
-        found, count = messages_of(partial(clip_grad_norm_, params, 0.3, order, **how))
+        with counted() as sent:
+            found = clip_grad_norm_(params, 0.3, order, **how)
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0.0)
-        assert count == (2 if size == 4 else 1)
+        assert len(sent) == (2 if size == 4 else 1)
         for name, p in zip(names, params):
             if name != "last.weight":
                 theirs = whole.get_parameter(name).grad
@@ -410,12 +348,9 @@ def test_a_release_of_stages_has_one_norm_and_one_skip() -> None:
 
 @world(full=[2])
 def test_ddp_takes_the_ordinary_step_and_no_release() -> None:
-    single, inner = plain(), plain()
-    start = snapshot(single)
+    as_one_process(Training(plain, of(AdamW)), by_ddp(), tolerance=1e-9)
+    inner = plain()
     model = nn.parallel.DistributedDataParallel(inner)
-    for net, get in ((single, batch), (model, mine)):
-        train(net, AdamW(net.parameters(), lr=1e-2, **EAGER), range(4), get)
-    assert_close(snapshot(model), snapshot(single), start, 1e-9)
     optimizer = AdamW(inner.parameters(), lr=1e-2, gradient_release=True, **EAGER)
     with raises(ValueError, "FSDP2"):
         prepare_for_gradient_release(model, optimizer)

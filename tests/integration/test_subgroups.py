@@ -4,18 +4,31 @@ The teams are [0, 2] and [1, 3], so that a rank in the group is not the rank in 
 Each has weights and data of its own, and must end where one process with its data ends.
 """
 
+from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from cases import CLASSES
-from shards import EAGER, Net, assert_close, full, loss_of, snapshot
+from one_process import (
+    Among,
+    Poison,
+    Steps,
+    Trained,
+    Training,
+    as_one_process,
+    fully_sharded,
+    of,
+    replicated,
+)
+from shards import EAGER, Net, full, loss_of, snapshot
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from worlds import raises, world
 
-from optimi_func import Muon, MuonAdamW, prepare_for_gradient_release
+from optimi_func import AdamW, Muon, MuonAdamW, prepare_for_gradient_release
 
 STEPS, TIGHT, BAD = 4, 1e-9, 2
 STEP: dict[str, Any] = {"skip_nonfinite": "step"}
@@ -30,113 +43,73 @@ def team() -> int:
     return dist.get_rank() % 2
 
 
-def plain(of: int | None = None) -> Net:
-    torch.manual_seed(10 + (team() if of is None else of))
+def plain(team_: int | None = None) -> Net:
+    torch.manual_seed(10 + (team() if team_ is None else team_))
     return Net().double()
 
 
-def whole_batch(i: int, of: int | None = None) -> Tensor:
-    source = torch.Generator().manual_seed(100 * i + (team() if of is None else of))
+def whole_batch(i: int, team_: int | None = None) -> Tensor:
+    source = torch.Generator().manual_seed(100 * i + (team() if team_ is None else team_))
     return 3 * torch.randn(8, 5, dtype=torch.float64, generator=source)
 
 
-def share(i: int) -> Tensor:
-    return whole_batch(i).chunk(2)[dist.get_rank() // 2]
+def share(x: Tensor) -> Tensor:
+    return x.chunk(2)[dist.get_rank() // 2]
 
 
-def sharded(mesh: Any, model: Net) -> Net:
-    for part in (model.first, model.second, model.last, model):
-        fully_shard(part, mesh=mesh)
-    return model
-
-
-def made(name: str, model: nn.Module, **options: Any) -> Any:
-    params = list(model.parameters())
-    if name == "muon":
-        for p in params:
-            p.requires_grad_(p.dim() > 1)
-        params = [p for p in params if p.dim() > 1]
+def of_team(name: str = "adamw", **options: Any) -> Training:
     more = {"d0": 0.05, "d_coef": 4.0} if name == "prodigy" else {}
-    return CLASSES[name](params, lr=0.02, **more, **options, **EAGER)
+    return Training(plain, of(CLASSES[name], lr=0.02, **more), whole_batch, **options)
 
 
-def in_one_process(name: str, clip: float | None = None, part: int = 1) -> list[Tensor]:
-    model = plain()
-    optimizer = made(name, model)
-    for i in range(STEPS):
-        for k in range(part):
-            (loss_of(model, whole_batch(part * i + k)) / part).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    return snapshot(model)
+def sharded() -> Among:
+    return replace(fully_sharded(teams()["members"]), share=share)
 
 
 @world(full=[4])
 def test_replicas_of_a_team_average_among_themselves() -> None:
-    group = teams().get_group(0)
+    def divide(model: Net) -> Net:
+        if dist.get_rank() > 1:  # takes the weights of its team's first process
+            nn.init.ones_(model.first.weight)
+        return model
+
+    among = replace(replicated(teams().get_group(0), bucket_cap_mb=1e-4), divide=divide)
     ways: list[tuple[dict[str, Any], float | None, int]] = [
         ({}, None, 1),
         ({"accumulation": "buffer", "accumulation_steps": 2}, None, 2),
         ({"clip_global_norm": 0.1, "grad_norm": True, **STEP}, 0.1, 1),
     ]
-    for options, clip, part in ways:
-        model = plain()
-        if dist.get_rank() > 1:  # takes the weights of its team's first process
-            nn.init.ones_(model.first.weight)
-        optimizer = made("adamw", model, gradient_release=True)
-        handle = prepare_for_gradient_release(
-            model, optimizer, process_group=group, bucket_cap_mb=1e-4, **options
-        )
-        for i in range(STEPS):
-            for k in range(part):
-                x = share(part * i + k)
-                handle.backward(lambda x=x: loss_of(model, x) / part)  # noqa: B023
-            optimizer.step()
-        theirs = in_one_process("adamw", clip, part)
-        assert_close(snapshot(model), theirs, snapshot(plain()), TIGHT)
+    for release, clip, micro in ways:
+        alone = of_team(clip=clip, micro=micro).alone
+        training = of_team(release=release, micro=micro)
+        as_one_process(training, among, tolerance=TIGHT, about=release, than=alone)
 
 
 @world(full=[4])
 def test_buffers_are_those_of_the_teams_first_process() -> None:
     model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 1)).double()
-    optimizer = made("adamw", model, gradient_release=True)
+    optimizer = of(AdamW)(model, gradient_release=True)
     prepare_for_gradient_release(model, optimizer, process_group=teams().get_group(0))
     for i in range(2):
-        loss_of(model, share(i)).backward()
+        loss_of(model, share(whole_batch(i))).backward()
     alone = nn.BatchNorm1d(5).double()
     for i in range(2):
         alone(whole_batch(i).chunk(2)[0])
-    model(share(2))  # takes over what the first had after the last step
+    x = share(whole_batch(2))
+    model(x)  # takes over what the first had after the last step
     told = model[0].running_mean.clone()
-    want = 0.9 * alone.running_mean + 0.1 * share(2).mean(0)
+    want = 0.9 * alone.running_mean + 0.1 * x.mean(0)
     torch.testing.assert_close(told, want, rtol=1e-12, atol=1e-12)
 
 
 @world(full=[4])
 def test_maps_are_divided_within_a_team() -> None:
     """Bit for bit what each process maps alone. The teams have different matrices."""
+    sizes = [(6, 4), (4, 6), (5, 5), (3, 7, 4)][: 3 + team()]
     group = teams().get_group(0)
-
-    def matrices() -> Any:
-        torch.manual_seed(team())
-        sizes = [(6, 4), (4, 6), (5, 5), (3, 7, 4)][: 3 + team()]
-        return nn.ParameterList([torch.randn(*size) for size in sizes])
-
     for name in ("muon", "soap", "scion"):
-        ends: list[Any] = []
-        for how in ({}, {"process_group": group}):
-            params = matrices()
-            optimizer = CLASSES[name](params.parameters(), lr=0.02, **how, **EAGER)
-            for i in range(STEPS):
-                torch.manual_seed(100 * i + team())
-                for p in params:
-                    p.grad = torch.randn_like(p)
-                optimizer.step()
-            ends.append([[p.detach(), *optimizer.state[p].values()] for p in params])
-        for ours, theirs in zip(*ends, strict=True):
-            assert all(map(torch.equal, ours, theirs)), name
+        steps = Steps(partial(CLASSES[name], lr=0.02, **EAGER), sizes, count=STEPS)
+        as_one_process(steps, lambda x: x, about=name, process_group=group)
 
 
 @world(full=[4])
@@ -180,100 +153,56 @@ def test_a_difference_within_a_team_is_an_error_in_that_team() -> None:
 
 @world(full=[4])
 def test_shards_of_a_team_are_summed_within_it() -> None:
-    mesh = teams()["members"]
     for name in ("adamw", "stableadamw", "adafactor", "prodigy", "muon", "shampoo"):
-        model = plain()
-        made(name, model)  # freezes what it takes not, before it is sharded
-        sharded(mesh, model)
-        optimizer = made(name, model)
-        for i in range(STEPS):
-            loss_of(model, share(i)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        theirs = in_one_process(name)
         # Shampoo's first roots are of eigenvalues that are 0 but for rounding.
         tolerance = 1e-6 if name == "shampoo" else TIGHT
-        assert_close(snapshot(model), theirs, snapshot(plain()), tolerance)
-
-
-class Poison:
-    """Puts a NaN into one process's shard of a gradient, at one backward."""
-
-    def __init__(self, p: Any, rank: int) -> None:
-        self.on, self._rank = False, rank
-        p.register_post_accumulate_grad_hook(self)
-
-    def __call__(self, p: Any) -> None:
-        if self.on and dist.get_rank() == self._rank:
-            p.grad.to_local().view(-1)[:1] = torch.nan
+        as_one_process(of_team(name), sharded(), tolerance=tolerance, about=name)
 
 
 @world(full=[4])
 def test_a_parameter_is_skipped_by_the_team_that_has_its_shards() -> None:
-    model = sharded(teams()["members"], plain())
-    poison = Poison(model.second.weight, rank=2)
-    optimizer = made("adamw", model, gradient_release=True)
-    handle = prepare_for_gradient_release(
-        model, optimizer, ignore_existing_hooks=True, skip_nonfinite=True
-    )
-    for i in range(STEPS):
-        poison.on = i == BAD
-        before = full(model.second.weight)
-        loss_of(model, share(i)).backward()
-        optimizer.step()
-        same = torch.equal(before, full(model.second.weight))
-        assert same == (i == BAD and team() == 0)
-    assert handle.skipped == ({} if team() else {"second.weight": 1})
+    name = "second.weight"
+    ends: list[Tensor] = []
+    for poison in (None, Poison(name, 2, BAD)):
+        training = of_team(release={"skip_nonfinite": True}, poison=poison)
+        end = training.run(sharded())
+        ends.append(full(end.model.get_parameter(name)))
+    assert torch.equal(*ends) == (team() == 1)
+    assert end.handle.skipped == ({} if team() else {name: 1})
 
 
-def of_both_stages(clip: float) -> tuple[list[list[Tensor]], list[float]]:
-    """The ends of two models that are clipped together and leave out a step, in turns."""
-    models = [plain(0), plain(1)]
-    optimizers = [made("adamw", model) for model in models]
-    norms: list[float] = []
+def of_both_stages(clip: float) -> list[Trained]:
+    """Return the ends of two models that are clipped together, and leave out a step."""
+    ends = [Trained(model, of(AdamW, lr=0.02)(model), None) for model in map(plain, (0, 1))]
     for i in range(STEPS):
-        for k, model in enumerate(models):
-            loss_of(model, whole_batch(i, k)).backward()
-        params = [p for model in models for p in model.parameters()]
-        norms.append(nn.utils.clip_grad_norm_(params, clip).item())
-        for optimizer in optimizers:
+        for k, end in enumerate(ends):
+            loss_of(end.model, whole_batch(i, k)).backward()
+        norm = nn.utils.clip_grad_norm_(chain(*[x.model.parameters() for x in ends]), clip)
+        for end in ends:
+            end.norms.append(torch.nan if i == BAD else norm)
             if i != BAD:
-                optimizer.step()
-            optimizer.zero_grad()
-    return [snapshot(model) for model in models], norms
+                end.optimizer.step()
+            end.optimizer.zero_grad()
+    return ends
 
 
 @world(full=[4])
 def test_stages_of_shards_are_clipped_and_skipped_together() -> None:
     """A team is a stage of a pipeline, whose parameters its processes shard."""
-    mesh = teams()
     ways: list[dict[str, Any]] = [
         {"clip_global_norm": 0.1},
         {"clip_global_norm": 0.1, "accumulation": "buffer"},
         {"accumulation": "buffer"},
     ]
+    among = replace(sharded(), release={"groups": [teams().get_group(1)]})
     for options in ways:
-        clip = options.get("clip_global_norm", torch.inf)
-        ends, norms = of_both_stages(clip)
+        than = of_both_stages(options.get("clip_global_norm", torch.inf))[team()]
         for rank in (0, 3):  # the process whose gradient is bad
-            model = sharded(mesh["members"], plain())
-            poison = Poison(model.first.bias, rank)
-            optimizer = made("adamw", model, gradient_release=True)
-            handle = prepare_for_gradient_release(
-                model,
-                optimizer,
-                ignore_existing_hooks=True,
-                groups=[mesh.get_group(1)],
-                grad_norm=True,
-                **STEP,
-                **options,
+            how, poison = (
+                {"grad_norm": True, **STEP, **options},
+                Poison("first.bias", rank, BAD),
             )
-            for i in range(STEPS):
-                poison.on = i == BAD
-                handle.backward(lambda i=i, model=model: loss_of(model, share(i)))
-                optimizer.step()
-                if i != BAD:
-                    torch.testing.assert_close(handle.grad_norm.item(), norms[i])
-            assert set(handle.skipped.values()) == {1}
-            assert len(handle.skipped) == len(handle.params)
-            assert_close(snapshot(model), ends[team()], snapshot(plain()), TIGHT)
+            training = of_team(release=how, poison=poison)
+            end = as_one_process(training, among, tolerance=TIGHT, about=options, than=than)
+            assert set(end.handle.skipped.values()) == {1}
+            assert len(end.handle.skipped) == len(end.handle.params)

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import training
 from cases import CLASSES
+from one_process import assert_alike, kept
 from shards import EAGER
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from worlds import world
 
@@ -25,18 +27,16 @@ def net(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def train(model: nn.Module, optimizer: Any, steps: range) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (1 + t))
-    for i in steps:
+
+    def loss(i: int) -> Tensor:
         x = torch.randn(8, 16, generator=torch.Generator().manual_seed(i))
-        model(x.to(next(model.parameters()).dtype)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
+        return model(x.to(next(model.parameters()).dtype)).float().square().mean()
+
+    training.train(optimizer, loss, steps, schedule)
 
 
-def divided(model: nn.Module, name: str, **options: Any) -> ZeroRedundancyOptimizer:
-    # Of its own keywords torch's makes options of param groups.
-    kind: Any = partial(CLASSES[name], **options, **EAGER)
-    return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=kind, lr=0.01)
+def divided(model: nn.Module, kind: Any, lr: float = 0.01) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=kind, lr=lr)
 
 
 def elements(optimizer: Any) -> int:
@@ -45,29 +45,27 @@ def elements(optimizer: Any) -> int:
 
 
 def check(name: str, dtype: torch.dtype, **options: Any) -> None:
-    one, model = net(dtype), net(dtype)
-    alone = CLASSES[name](one.parameters(), lr=0.01, **options, **EAGER)
-    optimizer = divided(model, name, **options)
+    # Of its own keywords torch's makes options of param groups.
+    make, about = partial(CLASSES[name], **options, **EAGER), (name, dtype)
+    one, model, onward = (net(dtype) for _ in range(3))
+    alone, optimizer = make(one.parameters(), lr=0.01), divided(model, make)
     train(one, alone, range(3))
     train(model, optimizer, range(3))
-    for p, q in zip(one.parameters(), model.parameters()):
-        assert torch.equal(p, q), (name, dtype)
+    assert_alike(model.state_dict(), one.state_dict(), about=about)
     assert elements(optimizer.optim) < elements(alone) or not elements(alone)
     optimizer.consolidate_state_dict(0)
     if dist.get_rank() == 0:
-        again = CLASSES[name](net(dtype).parameters(), lr=0.01, **options, **EAGER)
+        twin = net(dtype)
+        again = make(twin.parameters(), lr=0.01)
         again.load_state_dict(optimizer.state_dict())
-        for p, entry in zip(again.state, alone.state.values()):
-            same = [torch.equal(again.state[p][k], x) for k, x in entry.items()]
-            assert all(same), (name, dtype)
-    onward = net(dtype)
+        ours, theirs = (dict(x.named_parameters()) for x in (twin, one))
+        assert_alike(kept(ours, again), kept(theirs, alone), about=about)
     onward.load_state_dict(one.state_dict())
-    back = divided(onward, name, **options)
+    back = divided(onward, make)
     back.load_state_dict(copy.deepcopy(alone.state_dict()))  # which torch's would share
     train(one, alone, range(3, 5))
     train(onward, back, range(3, 5))
-    for p, q in zip(one.parameters(), onward.parameters()):
-        assert torch.equal(p, q), (name, dtype)
+    assert_alike(onward.state_dict(), one.state_dict(), about=about)
 
 
 @world(full=[2])
@@ -81,11 +79,11 @@ def test_prodigy_grows_another_d() -> None:
     """What the page excludes: a process that sums its share grows another d."""
     one, model, kind = net(), net(), partial(CLASSES["prodigy"], d0=1e-3, **EAGER)
     alone = kind(one.parameters(), lr=1.0)
-    divided = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=kind, lr=1.0)
+    optimizer = divided(model, kind, 1.0)
     train(one, alone, range(8))
-    train(model, divided, range(8))
+    train(model, optimizer, range(8))
     d = alone.param_groups[0]["d"]
-    assert d > 2e-3 and d != divided.optim.param_groups[0]["d"]
+    assert d > 2e-3 and d != optimizer.optim.param_groups[0]["d"]
     assert not any(map(torch.equal, one.parameters(), model.parameters()))
 
 

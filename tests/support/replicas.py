@@ -1,7 +1,5 @@
 """A model on replicas, its data, and gradient release that averages."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -65,12 +63,16 @@ def net(kind: str = "plain", **more: Any) -> Net:
     return Net(kind=kind, **more)
 
 
-def batch(i: int, rank: int | None = None) -> Tensor:
-    """This process's share of a step's data."""
-    rank = dist.get_rank() if rank is None else rank
+def whole_batch(i: int) -> Tensor:
+    """Return what all processes together learn from."""
     source = torch.Generator().manual_seed(1000 + i)
-    x = torch.randn(8 * dist.get_world_size(), 16, generator=source)
-    return x.chunk(dist.get_world_size())[rank]
+    return torch.randn(8 * dist.get_world_size(), 16, generator=source)
+
+
+def batch(i: int, rank: int | None = None) -> Tensor:
+    """Return this process's share of a step's data, or another one's."""
+    rank = dist.get_rank() if rank is None else rank
+    return whole_batch(i).chunk(dist.get_world_size())[rank]
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
@@ -78,10 +80,10 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return (model(x) - x.square()).float().square().mean()
 
 
-def adamw(model: nn.Module, release: bool, **more: Any) -> AdamW:
+def adamw(model: nn.Module, gradient_release: bool = False, **more: Any) -> AdamW:
     named = model.named_parameters()
     options = {"lr": 1e-2, "weight_decay": 0.1, **EAGER, **more}
-    return AdamW(named, gradient_release=release, **options)
+    return AdamW(named, gradient_release=gradient_release, **options)
 
 
 def prepare(model: nn.Module, optimizer: Any, **options: Any) -> GradientRelease:
@@ -90,16 +92,9 @@ def prepare(model: nn.Module, optimizer: Any, **options: Any) -> GradientRelease
     return prepare_for_gradient_release(model, optimizer, process_group=group, **options)
 
 
-def assert_equal(ours: nn.Module, theirs: nn.Module, tolerance: float = 0.0) -> None:
-    """Compare weights: bit for bit, or against how far they moved from the start."""
-    if dist.get_world_size() > 2:
-        tolerance = max(tolerance, 1e-4)
+def assert_equal(ours: nn.Module, theirs: nn.Module) -> None:
     state = theirs.state_dict()
-    for name, x in ours.state_dict().items():
-        if tolerance == 0:
-            assert torch.equal(x, state[name]), name
-        else:
-            assert torch.allclose(x, state[name], rtol=0, atol=tolerance * 1e-2), name
+    assert all(torch.equal(x, state[name]) for name, x in ours.state_dict().items())
 
 
 def assert_same_everywhere(model: nn.Module) -> None:
@@ -107,20 +102,3 @@ def assert_same_everywhere(model: nn.Module) -> None:
         told = x.clone()
         dist.broadcast(told, 0)
         assert torch.equal(told, x), name
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[list[int]]:
-    """The sizes of the messages that are averaged."""
-    sizes: list[int] = []
-    send = dist.all_reduce
-
-    def counting(tensor: Tensor, *args: Any, **how: Any) -> Any:
-        sizes.append(tensor.nbytes)
-        return send(tensor, *args, **how)
-
-    dist.all_reduce = counting
-    try:
-        yield sizes
-    finally:
-        dist.all_reduce = send

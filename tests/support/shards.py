@@ -8,14 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cases import MATRICES, taken
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from optimi_func import AdamW, prepare_for_gradient_release
+from optimi_func import AdamW
 
 EAGER: dict[str, Any] = {"compile": False}
 
@@ -32,6 +31,25 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.second(nn.functional.gelu(self.first(x)))
         return self.last(nn.functional.gelu(x))
+
+
+class ComplexNet(nn.Module):
+    """A complex layer and a real one, because fully_shard takes modules of one dtype."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.part = nn.Linear(64, 128, dtype=torch.complex64)
+        self.head = nn.Linear(128, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.part(x).abs())
+
+
+def drawn(size: int, dtype: torch.dtype, i: int) -> Tensor:
+    """Return a batch of 8 rows."""
+    source = torch.Generator().manual_seed(i)
+    return torch.randn(8, size, dtype=dtype, generator=source)
 
 
 def plain() -> Net:
@@ -74,12 +92,8 @@ def batch(i: int) -> Tensor:
     return 3 * torch.randn(8, 5, dtype=torch.float64, generator=source)
 
 
-def share(i: int, rank: int, size: int) -> Tensor:
-    return batch(i).chunk(size)[rank]
-
-
 def mine(i: int) -> Tensor:
-    return share(i, dist.get_rank(), dist.get_world_size())
+    return batch(i).chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
@@ -113,31 +127,6 @@ def assert_close(
     for a, b in zip(ours, theirs):
         error = (a - b).abs().max().item() / largest
         assert error <= tolerance, error
-
-
-def fitted(name: str, x: Tensor) -> Tensor:
-    return x if name not in MATRICES or x.dim() > 1 else x[None]
-
-
-def released(
-    model: nn.Module, cls: Any, options: dict[str, Any], data: Callable[[int], Tensor]
-) -> list[float | None]:
-    """The norms of some steps under release."""
-    optimizer = cls(taken(cls, model), lr=1e-2, gradient_release=True, **EAGER)
-    norms: list[float | None] = []
-    with prepare_for_gradient_release(model, optimizer, **options) as handle:
-        for i in range(4):
-
-            def loss(i: int = i) -> Tensor:
-                return loss_of(model, data(i))
-
-            handle.backward(loss)
-            assert all(p.grad is None for p in model.parameters())
-            norms.append(None if handle.grad_norm is None else handle.grad_norm.item())
-            if options.get("accumulation") is None or i % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-    return norms
 
 
 def fresh_pair(model: nn.Module, release: bool = False) -> tuple[nn.Module, Any]:

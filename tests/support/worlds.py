@@ -98,20 +98,15 @@ def _serve(orders: Connection, rank: int, size: int, store: Path) -> None:
 _worlds: dict[int, World] = {}
 
 
-def failure_of(body: Callable[..., None], size: int, **given: Any) -> str:
-    """Run a module's function in `size` processes; what they raised, or nothing."""
+def run(body: Callable[..., None], size: int, **given: Any) -> None:
+    """Run a module's function in `size` processes, and fail as they do."""
     world = _worlds.pop(size, None) or World(size)
     text = world.run((body.__module__, body.__name__, given, seeds.text))
     if world.is_whole:
         _worlds[size] = world
     else:
         world.stop()
-    return text
-
-
-def run(body: Callable[..., None], size: int, **given: Any) -> None:
-    """Run a module's function in `size` processes, and fail as they do."""
-    if text := failure_of(body, size, **given):
+    if text:
         pytest.fail(text, pytrace=False)
 
 
@@ -127,12 +122,6 @@ def hand_over(
             body(folder)
         else:
             run(body, size, folder=folder)
-
-
-def start(checks: list[Callable[[Path], None]], size: int, folder: Path) -> dict[str, str]:
-    """Run checks one after the other; how each ended: "" or what was raised."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return {check.__name__: failure_of(check, size, folder=folder) for check in checks}
 
 
 def stop() -> None:
@@ -195,3 +184,20 @@ def gathered(x: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, x)
     return found
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[Any]]:
+    """Note the tensors that `all_reduce` is given."""
+    sent: list[Any] = []
+    send = dist.all_reduce
+
+    def noting(x: Any, *given: Any, **how: Any) -> Any:
+        sent.append(x)
+        return send(x, *given, **how)
+
+    dist.all_reduce = noting
+    try:
+        yield sent
+    finally:
+        dist.all_reduce = send

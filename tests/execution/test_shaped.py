@@ -148,10 +148,10 @@ def test_pure_steps_have_the_classs_bits() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("part", ["only_call", "argument_order", "agree"])
+@pytest.mark.parametrize("part", ["only_call", "argument_order", "kernels_agree"])
 def test_without_torchs_private_parts_maps_are_called(part: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(runtime, "kernels", {})
-    home, broken = {"only_call": (shaped, None), "agree": (kernels, False)}.get(
+    home, broken = {"only_call": (shaped, None), "kernels_agree": (kernels, False)}.get(
         part, (inductor, None)
     )
     monkeypatch.setattr(home, part, lambda *args: broken)
